@@ -1,0 +1,32 @@
+# The two commands: `make demo` and `make test`. Each sets up what it needs in .venv.
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: demo test lint format bench clean
+
+demo: .venv/ready
+	$(BIN)/givens demo
+
+test: .venv/ready lint
+	$(BIN)/pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python benchmarks/step.py --device cpu --json results/step-cpu.json
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,31 @@
+"""Learn rotation matrices by Givens coordinate descent, and train embedding indexes end to end."""
+
+from givens import baselines, kernels, pairing
+from givens.optim import GCD
+from givens.pairing import greedy_pairs, random_pairs, steepest_pairs
+from givens.rotation import (
+    Rotation,
+    orthogonality_error,
+    project,
+    random_rotation,
+    rotate_pairs_,
+    skew_gradient,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GCD",
+    "Rotation",
+    "baselines",
+    "greedy_pairs",
+    "kernels",
+    "orthogonality_error",
+    "pairing",
+    "project",
+    "random_pairs",
+    "random_rotation",
+    "rotate_pairs_",
+    "skew_gradient",
+    "steepest_pairs",
+]

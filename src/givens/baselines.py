@@ -1,0 +1,146 @@
+"""What GCD is compared with, in the same form: a `Rotation` and an optimizer that learns it.
+
+Cayley and the matrix exponential rebuild W from a skew matrix at every forward pass; Procrustes
+follows the gradient off SO(n) and comes back by SVD; the penalty pulls W towards SO(n) and lets it
+leave; frozen leaves it alone.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, cast, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.optim import Adam, Optimizer
+
+from givens.optim import GCD, Pairing
+from givens.rotation import Rotation, nearest
+
+Method = Literal[
+    "gcd-random",
+    "gcd-greedy",
+    "gcd-steepest",
+    "overlapping-random",
+    "overlapping-greedy",
+    "cayley",
+    "expm",
+    "svd",
+    "penalty",
+    "frozen",
+]
+
+
+def optimizer_for(rotation: Rotation, method: Method, lr: float, **options: Any) -> Optimizer:
+    """The optimizer that learns `rotation` by `method`: the one argument that experiments exchange.
+
+    `options` go to the optimizer. For "cayley" and "expm" the rotation's weight is parametrized in
+    place, around where it is now; `rotation.matrix` and its calls are used as before.
+    """
+    if method not in get_args(Method):
+        known = ", ".join(map(repr, get_args(Method)))
+        raise ValueError(f"method must be one of {known}, but got {method!r}")
+    if method.startswith(("gcd-", "overlapping-")):
+        pairing = cast(Pairing, method.removeprefix("gcd-"))
+        return GCD(rotation.parameters(), lr, pairing=pairing, **options)
+    if method in ("cayley", "expm"):
+        mapped = Cayley if method == "cayley" else Exponential
+        parametrize.register_parametrization(rotation, "weight", mapped(rotation.weight))
+        return Adam(rotation.parameters(), lr, **options)
+    others = {"svd": Procrustes, "penalty": Penalty, "frozen": Frozen}
+    return cast(Optimizer, others[method](rotation.parameters(), lr, **options))
+
+
+class Cayley(nn.Module):
+    """W = (I − S)(I + S)⁻¹ W₀ with S skew: no rotation by π in any plane can be reached from W₀."""
+
+    base: Tensor
+
+    def __init__(self, base: Float[Tensor, "n n"]) -> None:
+        super().__init__()
+        self.register_buffer("base", base.detach().clone())
+
+    def forward(self, X: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+        """W, from the part of X above its diagonal."""
+        S, eye = _skew(X)
+        # (I − S) and (I + S)⁻¹ commute.
+        W: Tensor = torch.linalg.solve(eye + S, (eye - S) @ self.base)
+        return W
+
+    def right_inverse(self, W: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+        """Start over from W, with S = 0."""
+        self.base.copy_(W.detach())
+        return torch.zeros_like(W)
+
+
+class Exponential(Cayley):
+    """W = exp(S) W₀ with S skew."""
+
+    def forward(self, X: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+        """W, from the part of X above its diagonal."""
+        S, _ = _skew(X)
+        return torch.matrix_exp(S) @ self.base
+
+
+class Procrustes(Optimizer):
+    """Gradient descent off SO(n), and back to the nearest orthogonal matrix by SVD."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """W ← nearest(W − lr·G), keeping the determinant."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for W in group["params"]:
+                if W.grad is not None:
+                    state = self.state[W]
+                    if not state:
+                        state["det"] = torch.linalg.det(W).sign()
+                    W.copy_(nearest(W - group["lr"] * W.grad, state["det"]))
+        return loss
+
+
+class Penalty(Adam):
+    """Adam on the loss plus weight·‖WWᵀ − I‖²: W is only nearly a rotation."""
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, *, weight: float = 1.0, **options: Any
+    ) -> None:
+        super().__init__(params, lr, **options)
+        self.weight = weight
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Add the penalty's gradient, 4·weight·(WWᵀ − I)W, and let Adam go on."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for W in group["params"]:
+                if W.grad is not None:
+                    W.grad += 4 * self.weight * (W @ W.mT @ W - W)
+        super().step()
+        return loss
+
+
+class Frozen(Optimizer):
+    """Leaves everything as it is."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, if any."""
+        return _evaluate(closure)
+
+
+def _skew(X: Tensor) -> tuple[Tensor, Tensor]:
+    upper = X.triu(1)
+    return upper - upper.mT, torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
+
+
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -1,0 +1,74 @@
+"""The one place that decides which code runs a hot loop.
+
+"reference" is the ordinary torch code in the domain modules: it runs anywhere and is the oracle of
+the tests. "numba" is the same loops compiled for a CPU (`kernels.compiled`).
+"""
+
+from types import TracebackType
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Backend = Literal["reference", "numba"]
+
+# The stream of random pairings, the same in every backend (`pairing.random_pairs`).
+WORD = 0xFFFFFFFF
+GOLDEN = 0x9E3779B9
+SHUFFLE_ROUNDS = 6
+SHUFFLE_BITS = 8
+# Streams from here on draw the pairings on which rounding is undone, every so many steps.
+TIDY_STREAM = 1 << 31
+TIDY_EVERY = 16
+
+_forced: Backend | None = None
+
+
+class use:  # noqa: N801 — reads as a verb: `kernels.use("reference")`
+    """Run one backend everywhere, or with `with kernels.use(...):` for a while; None chooses again.
+
+    Where the backend cannot run, the call that needs it raises and says why.
+    """
+
+    def __init__(self, backend: Backend | None) -> None:
+        global _forced
+        if backend is not None and backend not in get_args(Backend):
+            known = ", ".join(map(repr, get_args(Backend)))
+            raise ValueError(f"backend must be one of {known} or None, but got {backend!r}")
+        self._before = _forced
+        _forced = backend
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _forced
+        _forced = self._before
+
+
+def choose(W: Tensor | None = None) -> Backend:
+    """The backend for W, or for no tensor at all: compiled loops on a CPU, torch elsewhere."""
+    if _forced == "reference":
+        return "reference"
+    reason = None if W is None else _why_not_numba(W)
+    if _forced == "numba" and reason:
+        raise RuntimeError(f"the numba kernels cannot run: {reason}")
+    return "reference" if reason else "numba"
+
+
+def written(W: Tensor) -> None:
+    """Tell autograd that a compiled loop has changed W in place."""
+    torch.autograd.graph.increment_version(W)
+
+
+def _why_not_numba(W: Tensor) -> str | None:
+    if W.device.type != "cpu":
+        return f"the tensor is on {W.device}"
+    if W.dtype is not torch.float32 and W.dtype is not torch.float64:
+        return f"the tensor is {W.dtype}, and they take float32 and float64"
+    return None

@@ -1,0 +1,314 @@
+"""Givens coordinate descent, an optimizer for rotations (paper, algorithms 1 and 2).
+
+Every step turns ⌊n/2⌋ planes (i, j) at once, each by an angle θ against its own derivative:
+
+    A = GᵀR − RᵀG        A_ij = d/dθ L(R·R_ij(θ)) at 0, all planes at once
+    pairs ⊂ {i < j}      at random, greedily by |A_ij|, or to maximise Σ A_ij²
+    R ← R ∏ R_ij(−λ A_ij)
+
+so R stays a rotation without inverse, exponential or SVD. R is stored as W = Rᵀ: with ∂L/∂W = G
+from here on, A = G Wᵀ − W Gᵀ, and a turn mixes two contiguous rows of W.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from givens import kernels, pairing
+from givens.rotation import (
+    check_dtype,
+    check_orthogonal,
+    is_finite,
+    orthonormalise_rows_,
+    skew_magnitudes,
+    turn_rows_,
+)
+
+Pairing = Literal["random", "greedy", "steepest", "overlapping-random", "overlapping-greedy"]
+Adapt = Literal["adam", "adagrad"]
+
+
+class GCD(Optimizer):
+    """Givens coordinate descent on square orthogonal matrices, of shape (n, n) or stacks (b, n, n).
+
+    Takes `Rotation`s' parameters or any orthogonal weight, such as an `nn.Linear`'s, and keeps its
+    determinant. The whole optimizer is `step_` below.
+    """
+
+    # GradScaler then hands over `grad_scale` and `found_inf` instead of waiting for the device.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-2,
+        *,
+        pairing: Pairing = "greedy",
+        adapt: Adapt | None = "adam",
+        betas: tuple[float, float] | None = None,
+        exact: bool = True,
+        seed: int = 0,
+        maximize: bool = False,
+    ) -> None:
+        """Choose the planes by `pairing`, the angles by `adapt`.
+
+        Args:
+            params: the matrices, or groups of them.
+            lr: a typical angle in radians where `adapt` is set; the paper's λ where it is None.
+            pairing: "random" GCD-R, "greedy" GCD-G, "steepest" GCD-S, or the ablations
+                "overlapping-random" and "overlapping-greedy", whose planes may share axes.
+            adapt: "adam" divides by a running root mean square of the turned derivatives, one
+                number for each matrix, and follows a momentum; "adagrad" by the root of their sum;
+                None is the paper's raw step θ = −λ A_ij/√2, which has the loss's scale in it.
+            betas: decay of Adam's momentum and of its scale. By default (0.9, 0.99), but without
+                momentum where the planes are random: a step then reads W and G once and no more.
+            exact: whether "steepest" is the exact maximum, O(n³) on one core, or nearly it.
+            seed: of the random planes, which depend on nothing but it and the step.
+            maximize: ascend instead.
+        """
+        defaults = {
+            "lr": lr,
+            "pairing": pairing,
+            "adapt": adapt,
+            "betas": betas,
+            "exact": exact,
+            "seed": seed,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add matrices with options of their own, once they prove to be orthogonal."""
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Turn every matrix that has a gradient; where a gradient is not finite, turn none.
+
+        On a CPU that is an error. A device is not waited for: there the step does nothing.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Both come from a GradScaler.
+        loss_scale: Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.device.type == "cpu" and found_inf:
+            return loss
+
+        work = []
+        stream = 0
+        for group in self.param_groups:
+            for W in group["params"]:
+                if W.grad is not None:
+                    G = W.grad if loss_scale is None else W.grad / loss_scale
+                    work.append((W, G, group, stream))
+                stream += 1 if W.ndim == 2 else len(W)
+        if len(work) > 1:
+            for W, G, _, _ in work:
+                check_gradient(W, G)
+        for W, G, group, stream in work:
+            state = self.state[W]
+            if not state:
+                _start(state, W, group)
+            if kernels.choose(W) == "numba" and W.is_contiguous():
+                step_compiled_(W, G.contiguous(), state, group, stream)
+            else:
+                step_(W, G, state, group, stream, found_inf)
+        return loss
+
+
+@torch.no_grad()
+def step_(
+    W: Tensor,
+    G: Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    stream: int,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step on one matrix or stack, in torch: the oracle of the compiled versions."""
+    check_gradient(W, G)
+    W, G = _stack(W), _stack(G)
+    t = state["step"] = state["step"] + 1
+    good = G.isfinite().all()
+    if found_inf is not None:
+        good &= found_inf == 0
+    G = torch.where(good, G, 0)
+
+    # The momentum H is a running mean of G whose rows turn with those of W. So H Wᵀ − W Hᵀ is the
+    # running mean of all A so far, each carried along with the frame as QᵀAQ, at no extra product.
+    beta1, _ = _betas(group)
+    H = G
+    if beta1:
+        H = _stack(state["momentum"])
+        H.lerp_(G, (1 - beta1) * good.to(G.dtype))
+
+    pairs = _choose_pairs(W, H, group, t, stream)
+    factor = _factor(group, t)
+    if group["adapt"]:
+        decay, gain = _memory(group)
+        squares = plane_derivatives(W, G, pairs).double().square().sum(dim=-1)
+        scale = (decay * state["scale"].double() ** 2 + gain * squares / _planes(W)).sqrt()
+        state["scale"].copy_(torch.where(good, scale, state["scale"]))
+        factor = torch.where(state["scale"] > 0, factor / state["scale"], 0)[:, None]
+    theta = factor * plane_derivatives(W, H, pairs) * good
+
+    disjoint = not group["pairing"].startswith("overlapping")
+    turn_rows_(W, pairs, theta, disjoint=disjoint)
+    if beta1:
+        turn_rows_(H, pairs, theta, disjoint=disjoint)
+    if t % kernels.TIDY_EVERY == 0:
+        for b, w in enumerate(W):
+            tidy = stream + b + kernels.TIDY_STREAM
+            drawn = pairing.random_pairs(len(w), group["seed"], step=t, stream=tidy)
+            orthonormalise_rows_(w, drawn.to(w.device))
+
+
+def step_compiled_(
+    W: Tensor, G: Tensor, state: dict[str, Any], group: dict[str, Any], stream: int
+) -> None:
+    """`step_` for contiguous matrices on a CPU: the same, its loops compiled."""
+    from givens.kernels import compiled
+
+    t = state["step"] + 1
+    n, b = W.shape[-1], 1 if W.ndim == 2 else len(W)
+    beta1, _ = _betas(group)
+    draw = group["pairing"] == "random"
+    if beta1 or not draw:
+        check_gradient(W, G)
+    H = state["momentum"].lerp_(G, 1 - beta1) if beta1 else G
+    if draw:
+        pairs = np.empty((b, n // 2, 2), np.int64)
+    else:
+        pairs = _choose_pairs(_stack(W.detach()), _stack(H), group, t, stream).numpy()
+
+    w, g = W.detach().numpy().reshape(b, n, n), G.numpy().reshape(b, n, n)
+    h = H.numpy().reshape(b, n, n) if beta1 else g
+    scale = state["scale"].numpy() if group["adapt"] else np.empty(b, w.dtype)
+    how = (float(_factor(group, t)), *_memory(group), bool(group["adapt"]), bool(beta1))
+    if not compiled.descend(w, g, h, pairs, scale, *how, draw, group["seed"], t, stream):
+        raise ValueError(_not_finite(W))
+    state["step"] = t
+    kernels.written(W)
+
+
+def plane_derivatives(W: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
+    """A_ij = g_i·w_j − w_i·g_j of the given planes alone: O(n²) for n/2 of them, never A itself."""
+    i, j = (index[..., None] for index in pairs.unbind(-1))
+    Wi, Wj = W.take_along_dim(i, -2), W.take_along_dim(j, -2)
+    Gi, Gj = G.take_along_dim(i, -2), G.take_along_dim(j, -2)
+    return (Gi * Wj - Wi * Gj).sum(dim=-1)
+
+
+def _choose_pairs(W: Tensor, H: Tensor, group: dict[str, Any], t: int, stream: int) -> Tensor:
+    """The planes to turn, (b, k, 2), from the skew derivatives H Wᵀ − W Hᵀ or from the seed."""
+    name = group["pairing"]
+    if name.endswith("random"):
+        draw = pairing.overlapping_random_pairs if "-" in name else pairing.random_pairs
+        drawn = [draw(W.shape[-1], group["seed"], step=t, stream=stream + b) for b in range(len(W))]
+        return torch.stack(drawn).to(W.device)
+    magnitudes = skew_magnitudes(H @ W.mT)
+    if name == "overlapping-greedy":
+        return pairing.largest_pairs(magnitudes)
+    return pairing.matched_pairs(magnitudes, steepest=name == "steepest", exact=group["exact"])
+
+
+def _start(state: dict[str, Any], W: Tensor, group: dict[str, Any]) -> None:
+    state["step"] = 0
+    if group["adapt"]:
+        state["scale"] = W.new_zeros(1 if W.ndim == 2 else len(W), requires_grad=False)
+    if _betas(group)[0]:
+        state["momentum"] = torch.zeros_like(W, memory_format=torch.preserve_format)
+
+
+def _betas(group: dict[str, Any]) -> tuple[float, float]:
+    """Decay of the momentum and of the scale."""
+    if group["adapt"] != "adam":
+        return 0.0, 0.0
+    if group["betas"] is None:
+        return (0.0 if group["pairing"].endswith("random") else 0.9), 0.99
+    return tuple(group["betas"])
+
+
+def _memory(group: dict[str, Any]) -> tuple[float, float]:
+    """(decay, gain) of scale² ← decay·scale² + gain·mean(A_ij²)."""
+    if group["adapt"] == "adagrad":
+        return 1.0, 1.0
+    _, beta2 = _betas(group)
+    return beta2, 1 - beta2
+
+
+def _factor(group: dict[str, Any], t: int) -> float | Tensor:
+    """θ over A_ij, but for the division by the scale: −lr with Adam's bias undone, or −λ/√2."""
+    lr: float | Tensor = group["lr"] if group["maximize"] else -group["lr"]
+    if group["adapt"] is None:
+        return lr / math.sqrt(2)
+    if group["adapt"] == "adagrad":
+        return lr
+    beta1, beta2 = _betas(group)
+    return lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+
+
+def _planes(W: Tensor) -> int:
+    """How many planes a step turns, or 1 where there are none."""
+    return max(W.shape[-1] // 2, 1)
+
+
+def _stack(M: Tensor) -> Tensor:
+    return M if M.ndim == 3 else M[None]
+
+
+def check_gradient(W: Tensor, G: Tensor) -> None:
+    """Refuse, on a CPU, a gradient that would damage W; a device is not waited for."""
+    check_dtype("the matrix", W)
+    if G.dtype != W.dtype or G.layout != torch.strided:
+        raise ValueError(f"the gradient must be dense and {W.dtype}, but got {G.layout} {G.dtype}")
+    if W.device.type == "cpu" and not is_finite(G):
+        raise ValueError(_not_finite(W))
+
+
+def _not_finite(W: Tensor) -> str:
+    return (
+        f"the gradient of the {tuple(W.shape)} matrix has NaN or infinite entries, or overflows; "
+        "no matrix was turned"
+    )
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Check options and matrices, once, when they are added."""
+    if group["pairing"] not in get_args(Pairing):
+        known = ", ".join(map(repr, get_args(Pairing)))
+        raise ValueError(f"pairing must be one of {known}, but got {group['pairing']!r}")
+    if group["adapt"] not in (*get_args(Adapt), None):
+        known = ", ".join(map(repr, get_args(Adapt)))
+        raise ValueError(f"adapt must be one of {known} or None, but got {group['adapt']!r}")
+    if not 0 <= float(group["lr"]) < float("inf"):
+        raise ValueError(f"lr must be finite and not negative, but got lr={group['lr']}")
+    if group["betas"] is not None:
+        if group["adapt"] != "adam":
+            raise ValueError(f"betas go with adapt='adam', but got adapt={group['adapt']!r}")
+        if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+            raise ValueError(f"betas must be two numbers in [0, 1), but got {group['betas']}")
+    if not 0 <= group["seed"] < 1 << 63:
+        raise ValueError(f"seed must be in 0..2⁶³−1, but got seed={group['seed']}")
+    names = group.get("param_names") or [f"parameter {p}" for p in range(len(group["params"]))]
+    for name, W in zip(names, group["params"], strict=True):
+        if W.ndim not in (2, 3) or W.shape[-1] != W.shape[-2] or W.numel() == 0:
+            raise ValueError(
+                f"GCD turns square matrices, (n, n) or stacks (b, n, n), but {name} has shape "
+                f"{tuple(W.shape)}; leave it to another optimizer, or, if its columns are to stay "
+                f"orthonormal, train a square givens.Rotation and use part of its columns"
+            )
+        check_dtype(name, W)
+        check_orthogonal(name, W)

@@ -1,0 +1,283 @@
+"""Which planes to turn: the pairings of GCD-R, GCD-G and GCD-S (paper, section 2.3).
+
+A (n, n) skew, A_ij the derivative along the plane (i, j). A pairing is ⌊n/2⌋ pairs i < j that share
+no axis; when n is odd one axis rests. Only the entries above A's diagonal are read.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from givens import kernels
+from givens.kernels import GOLDEN, SHUFFLE_BITS, SHUFFLE_ROUNDS, WORD
+from givens.rotation import check_square
+
+Pairs = Int[Tensor, "*batch k 2"]
+
+# Belief propagation is stopped here and there to round its prices to a matching; the best is kept.
+ROUND_AFTER = (8, 16, 24)
+EXCHANGES = 8
+
+
+def random_pairs(n: int, seed: int = 0, *, step: int = 0, stream: int = 0) -> Int[Tensor, "k 2"]:
+    """A uniformly random pairing (GCD-R), drawn for (seed, step, stream) without any other state.
+
+    GCD-R draws this at its given step, so that ranks agree and a resumed run goes on unchanged.
+    """
+    _check_draw(n, seed)
+    if kernels.choose() == "numba":
+        from givens.kernels import compiled
+
+        pairs = torch.empty(n // 2, 2, dtype=torch.int64)
+        compiled.draw_pairs(n, seed, step, stream, pairs.numpy())
+        return pairs
+    shuffled = _permute(torch.arange(n // 2 * 2), n, _key(seed, step, stream))
+    return _ordered(shuffled.view(-1, 2))
+
+
+def overlapping_random_pairs(
+    n: int, seed: int = 0, *, step: int = 0, stream: int = 0
+) -> Int[Tensor, "k 2"]:
+    """⌊n/2⌋ different planes drawn uniformly, which may share axes (the paper's ablation)."""
+    _check_draw(n, seed)
+    planes = n * (n - 1) // 2
+    drawn = _permute(torch.arange(n // 2), planes, _key(seed, step, stream))
+    return _plane(drawn)
+
+
+def greedy_pairs(A: Float[Tensor, "*batch n n"]) -> Pairs:
+    """The pairing that takes the largest |A_ij| first, then the largest that is left (GCD-G).
+
+    At least half of the steepest weight. Found by locally dominant rounds: every free axis points
+    at its largest free entry, and axes that point at each other are paired. Equal entries are told
+    apart by a fixed hash of (i, j), or an all-zero A would take n/2 rounds.
+    """
+    return matched_pairs(_magnitudes(A))
+
+
+def steepest_pairs(A: Float[Tensor, "*batch n n"], *, exact: bool = True) -> Pairs:
+    """The pairing that maximises Σ A_ij², the steepest first-order descent (GCD-S).
+
+    Exact, by the blossom algorithm: O(n³) on one core, near a second at n = 512. With exact=False
+    by belief propagation, which closes most of the gap between greedy and exact in O(n²).
+    """
+    return matched_pairs(_magnitudes(A), steepest=True, exact=exact)
+
+
+def overlapping_greedy_pairs(A: Float[Tensor, "*batch n n"]) -> Pairs:
+    """The ⌊n/2⌋ planes of largest |A_ij|, which may share axes (the paper's ablation)."""
+    return largest_pairs(_magnitudes(A))
+
+
+def largest_pairs(magnitudes: Float[Tensor, "*batch n n"]) -> Pairs:
+    """`overlapping_greedy_pairs` of |A|, unchecked."""
+    n = magnitudes.shape[-1]
+    i, j = torch.triu_indices(n, n, 1, device=magnitudes.device)
+    chosen = magnitudes[..., i, j].topk(n // 2).indices
+    return torch.stack([i[chosen], j[chosen]], dim=-1)
+
+
+def matched_pairs(
+    magnitudes: Float[Tensor, "*batch n n"], *, steepest: bool = False, exact: bool = False
+) -> Pairs:
+    """`greedy_pairs` or `steepest_pairs` of |A|, which must be symmetric to the last bit."""
+    if magnitudes.ndim > 2:
+        return torch.stack([matched_pairs(m, steepest=steepest, exact=exact) for m in magnitudes])
+    if not steepest:
+        partner = _locally_dominant(magnitudes)
+    elif exact:
+        partner = _blossom(magnitudes)
+    else:
+        partner = _believed(magnitudes)
+    axes = torch.arange(len(magnitudes), device=magnitudes.device)
+    i = torch.nonzero(partner > axes).squeeze(1)
+    return torch.stack([i, partner[i]], dim=-1)
+
+
+def _locally_dominant(weights: Float[Tensor, "n n"], *, signed: bool = False) -> Int[Tensor, " n"]:
+    """The greedy matching of a complete graph with symmetric weights; −1 marks a free axis."""
+    n = len(weights)
+    if kernels.choose(weights) == "numba":
+        from givens.kernels import compiled
+
+        found = torch.empty(n, dtype=torch.int64)
+        compiled.match(_sortable(weights, signed).numpy(), found.numpy())
+        return found
+    axes = torch.arange(n, device=weights.device)
+    tie = _hash(torch.minimum(axes, axes[:, None]) * n + torch.maximum(axes, axes[:, None]))
+    partner = torch.full_like(axes, -1)
+    free = weights.clone().fill_diagonal_(-torch.inf)
+    for _ in range(n // 2):
+        peak = free.amax(dim=1, keepdim=True)
+        best = torch.where(free == peak, tie, -1).argmax(dim=1)
+        mutual = (best[best] == axes) & (peak[:, 0] > -torch.inf)
+        partner = torch.where(mutual, best, partner)
+        free[mutual] = -torch.inf
+        free[:, mutual] = -torch.inf
+        if (partner < 0).sum() < 2:
+            break
+    return partner
+
+
+def _sortable(weights: Tensor, signed: bool) -> Tensor:
+    """Integers in the order of the floats; where no float is negative, their bits as they are."""
+    bits = weights.element_size() * 8
+    keys = weights.contiguous().view(torch.int32 if bits == 32 else torch.int64)
+    return keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1)) if signed else keys
+
+
+def _blossom(A: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
+    """The exact maximum of Σ A_ij² over matchings; weights become integers, which is exact enough.
+
+    Integer weights keep the duals of the blossom algorithm exact; 2⁵⁰ steps leave an error of
+    n·2⁻⁵¹ of the largest weight.
+    """
+    try:
+        import rustworkx
+    except ImportError as error:
+        raise ImportError(
+            "the exact steepest pairing needs rustworkx: pip install rustworkx, or use exact=False"
+        ) from error
+
+    weights = A.detach().double().square().cpu()
+    weights = (weights / weights.max().clamp_min(torch.finfo().tiny) * 2**50).round()
+    weights.fill_diagonal_(-1)
+    graph = rustworkx.PyGraph.from_adjacency_matrix(weights.numpy(), null_value=-1.0)
+    matching = rustworkx.max_weight_matching(graph, max_cardinality=True, weight_fn=int)
+    partner = torch.full((len(A),), -1)
+    for i, j in matching:
+        partner[i], partner[j] = j, i
+    return partner.to(A.device)
+
+
+def _believed(A: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
+    """A near-maximal matching of Σ A_ij², never below greedy: prices, rounding, exchanges.
+
+    Max-product belief propagation on the complete graph needs O(n) state: each axis sends the best
+    offer it has from anybody else, so its message to all but its best bidder is one price. Prices
+    subtracted, greedy rounds to a matching; exchanging two pairs for two repairs the rest.
+    """
+    n = len(A)
+    # With n odd, an extra axis of weight 0 takes the one that rests.
+    weights = torch.nn.functional.pad(A.square(), (0, n % 2, 0, n % 2))
+    offers = weights.clone().fill_diagonal_(-torch.inf)
+    axes = torch.arange(n + n % 2, device=A.device)
+
+    best = _exchanged(_locally_dominant(weights), weights)
+    first, second, bidder = _best_two(offers)
+    price = torch.stack([first, second]) / 2
+    for iteration in range(1, max(ROUND_AFTER) + 1):
+        asked = price[0].expand_as(weights).clone()
+        asked[bidder, axes] = price[1]
+        first, second, bidder = _best_two(offers - asked)
+        price = torch.stack([first, second])
+        if iteration in ROUND_AFTER:
+            asked = price[0].expand_as(weights).clone()
+            asked[bidder, axes] = price[1]
+            rounded = _exchanged(
+                _locally_dominant(weights - asked - asked.mT, signed=True), weights
+            )
+            better = _weight(rounded, weights) > _weight(best, weights)
+            best = torch.where(better, rounded, best)
+    return torch.where(best[:n] < n, best[:n], -1)
+
+
+def _best_two(offers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest and second largest of each row, and where the largest is."""
+    first, where = offers.max(dim=1)
+    second = offers.scatter(1, where[:, None], -torch.inf).amax(dim=1)
+    return first, second, where
+
+
+def _exchanged(partner: Int[Tensor, " n"], weights: Tensor) -> Int[Tensor, " n"]:
+    """Exchange pairs (a, b), (c, d) for (a, c), (b, d) or (a, d), (b, c) while that gains."""
+    axes = torch.arange(len(partner), device=partner.device)
+    for _ in range(EXCHANGES):
+        a = torch.nonzero(axes < partner).squeeze(1)
+        b = partner[a]
+        now = weights[a, b]
+        straight = weights[a[:, None], a] + weights[b[:, None], b]
+        crossed = weights[a[:, None], b] + weights[b[:, None], a]
+        gain = torch.maximum(straight, crossed) - (now + now[:, None])
+        other = _locally_dominant(gain, signed=True)
+        pair = torch.arange(len(a), device=a.device)
+        pair = pair[other > pair]
+        other = other[pair]
+        gains = gain[pair, other] > 0
+        if not gains.any():
+            break
+        pair, other = pair[gains], other[gains]
+        crossing = crossed[pair, other] > straight[pair, other]
+        p, q = a[pair], b[pair]
+        r = torch.where(crossing, b[other], a[other])
+        s = torch.where(crossing, a[other], b[other])
+        partner = partner.clone()
+        partner[p], partner[r] = r, p
+        partner[q], partner[s] = s, q
+    return partner
+
+
+def _weight(partner: Int[Tensor, " n"], weights: Tensor) -> Tensor:
+    return weights.gather(1, partner[:, None]).sum()
+
+
+def _magnitudes(A: Tensor) -> Tensor:
+    """|A| from what is above A's diagonal, checked."""
+    check_square("A", A)
+    if not A.isfinite().all():
+        raise ValueError("A must be finite, but has NaN or infinite entries")
+    upper = A.detach().triu(1).abs()
+    return upper + upper.mT
+
+
+def _check_draw(n: int, seed: int) -> None:
+    if n < 1:
+        raise ValueError(f"n must be at least 1, but got n={n}")
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, but got seed={seed}")
+
+
+def _ordered(pairs: Tensor) -> Tensor:
+    return torch.stack([pairs.amin(-1), pairs.amax(-1)], dim=-1)
+
+
+def _plane(index: Tensor) -> Tensor:
+    """The pair i < j at place `index` of the list (0, 1), (0, 2), (1, 2), (0, 3), and so on."""
+    j = ((1 + (1 + 8 * index.double()).sqrt()) / 2).long()
+    j -= (j * (j - 1) // 2 > index).long()
+    return torch.stack([index - j * (j - 1) // 2, j], dim=-1)
+
+
+def _hash(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words that scatters them (a multiply–xorshift finaliser)."""
+    x = x & WORD
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & WORD
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & WORD
+    return x ^ (x >> 16)
+
+
+def _key(seed: int, step: int, stream: int) -> Tensor:
+    key = torch.zeros((), dtype=torch.int64)
+    for word in (seed, seed >> 32, step, step >> 32, stream):
+        key = _hash((key + GOLDEN) ^ (word & WORD))
+    return key
+
+
+def _permute(x: Tensor, size: int, key: Tensor) -> Tensor:
+    """A random permutation of 0..size−1 applied to x; every element costs O(1) and needs no other.
+
+    Rounds of x ↦ ax + c and x ↦ x ⊕ (x >> h) permute the words of the next power of two; a word
+    that falls outside is sent on until it is inside.
+    """
+    bits = max(SHUFFLE_BITS, (size - 1).bit_length())
+    mask, half = (1 << bits) - 1, (bits + 1) // 2
+    keys = _hash(key + torch.arange(1, 2 * SHUFFLE_ROUNDS + 1) * GOLDEN).tolist()
+    outside = torch.ones_like(x, dtype=torch.bool)
+    while outside.any():
+        y = x
+        for factor, shift in zip(keys[::2], keys[1::2], strict=True):
+            y = (y * (factor | 1) + shift) & mask
+            y = y ^ (y >> half)
+        x = torch.where(outside, y, x)
+        outside = x >= size
+    return x

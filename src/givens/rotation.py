@@ -1,0 +1,238 @@
+"""Rotations of n-dimensional space and the planes they turn in (paper, sections 2.2 and 2.3).
+
+R (n, n) rotation; W = Rᵀ, its row-major store; G = ∂L/∂R; A = GᵀR − RᵀG, skew;
+R_ij(θ) the identity with cosθ at (i, i) and (j, j), −sinθ at (i, j), sinθ at (j, i).
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from givens import kernels
+
+ORTHOGONAL_TOLERANCE = 1e-4
+
+
+class Rotation(nn.Module):
+    """A learnable rotation: y = x R, x = y Rᵀ, with R in SO(n).
+
+    The parameter is W = Rᵀ. The columns of R that a Givens rotation turns are then contiguous rows
+    of W and of its gradient, which is what makes a step cheap; x R is `nn.Linear`'s x Wᵀ.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        matrix: Tensor | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Start at `matrix`, or at the identity."""
+        super().__init__()
+        if dim < 1:
+            raise ValueError(f"dim must be at least 1, but got dim={dim}")
+        if matrix is None:
+            weight = torch.eye(dim, device=device, dtype=dtype)
+        else:
+            if matrix.shape != (dim, dim):
+                raise ValueError(
+                    f"matrix must have shape ({dim}, {dim}), but got {tuple(matrix.shape)}"
+                )
+            weight = matrix.detach().mT.to(device=device, dtype=dtype, copy=True).contiguous()
+        check_dtype("Rotation", weight)
+        if matrix is not None:
+            check_orthogonal("matrix", weight)
+            if torch.linalg.det(weight.double()) < 0:
+                raise ValueError(
+                    "matrix must have determinant +1, but got −1; "
+                    "flip the sign of one column, or call givens.project(matrix) first"
+                )
+        self.weight = nn.Parameter(weight)
+
+    @property
+    def dim(self) -> int:
+        """The dimension n."""
+        return self.weight.shape[-1]
+
+    @property
+    def matrix(self) -> Float[Tensor, "n n"]:
+        """R, a view of the parameter."""
+        return self.weight.mT
+
+    def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+        """Rotate the rows of x: x R."""
+        return nn.functional.linear(x, self.weight)
+
+    def inverse(self, y: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+        """Rotate back: y Rᵀ."""
+        return y @ self.weight
+
+    def extra_repr(self) -> str:
+        """Show the dimension in `print(model)`."""
+        return f"dim={self.dim}"
+
+
+def skew_gradient(
+    R: Float[Tensor, "*batch n n"], G: Float[Tensor, "*batch n n"]
+) -> Float[Tensor, "*batch n n"]:
+    """A = GᵀR − RᵀG: A_ij is the derivative of L(R·R_ij(θ)) at θ = 0 (proposition 1)."""
+    check_square("R", R)
+    if G.shape != R.shape or G.dtype != R.dtype or G.device != R.device:
+        raise ValueError(f"G must be like R, {_kind(R)}, but got {_kind(G)}")
+    P = G.mT @ R
+    return P - P.mT
+
+
+def rotate_pairs_(
+    R: Float[Tensor, "*batch m n"],
+    pairs: Int[Tensor, "*batch k 2"],
+    theta: Float[Tensor, "*batch k"],
+) -> Float[Tensor, "*batch m n"]:
+    """Right-multiply by ∏ R_ij(θ), in place.
+
+    Column i becomes c·R_i + s·R_j, and column j c·R_j − s·R_i. Disjoint planes commute, so one
+    pass over R is enough: O(mk). Planes that share an axis are turned one after another, in the
+    order given. R may have any strides: `W.T` is a view.
+    """
+    shape = (*R.shape[:-2], pairs.shape[-2] if pairs.ndim > 1 else 0)
+    if R.ndim < 2 or pairs.shape != (*shape, 2) or theta.shape != shape:
+        raise ValueError(
+            "R, pairs and theta must have shapes (m, n), (k, 2) and (k,), but got "
+            f"{tuple(R.shape)}, {tuple(pairs.shape)} and {tuple(theta.shape)}"
+        )
+    if theta.dtype != R.dtype or not {theta.device, pairs.device} == {R.device}:
+        raise ValueError(
+            f"theta and pairs must go with R, {_kind(R)}, but got {_kind(theta)} and {_kind(pairs)}"
+        )
+    if pairs.numel() == 0:
+        return R
+    n = R.shape[-1]
+    i, j = pairs.unbind(-1)
+    if pairs.min() < 0 or pairs.max() >= n or (i == j).any():
+        raise ValueError(f"pairs must be of two different axes in 0..{n - 1}, but got {pairs}")
+    with torch.no_grad():
+        turn_rows_(R.mT, pairs, theta, disjoint=False)
+    return R
+
+
+def turn_rows_(W: Tensor, pairs: Tensor, theta: Tensor, *, disjoint: bool) -> None:
+    """Row i ← c·W_i + s·W_j, row j ← c·W_j − s·W_i, unchecked; W = Rᵀ makes it R ∏ R_ij(θ)."""
+    if W.ndim > 2:
+        for w, p, t in zip(W, pairs, theta, strict=True):
+            turn_rows_(w, p, t, disjoint=disjoint)
+    elif kernels.choose(W) == "numba":
+        from givens.kernels import compiled
+
+        # The compiled loop takes the planes in order, so it needs no disjointness.
+        compiled.turn_rows(W.numpy(), pairs.numpy(), theta.numpy())
+        kernels.written(W)
+    elif disjoint:
+        i, j = pairs.unbind(-1)
+        c, s = theta.cos()[:, None], theta.sin()[:, None]
+        Wi, Wj = W[i], W[j]
+        W[i] = c * Wi + s * Wj
+        W[j] = c * Wj - s * Wi
+    else:
+        for p, t in zip(pairs, theta, strict=True):
+            turn_rows_(W, p[None], t[None], disjoint=True)
+
+
+def skew_magnitudes(P: Tensor) -> Tensor:
+    """|P − Pᵀ|, symmetric to the last bit; P may be overwritten."""
+    if kernels.choose(P) == "numba":
+        from givens.kernels import compiled
+
+        for p in P.numpy().reshape(-1, *P.shape[-2:]):
+            compiled.magnitudes(p)
+        return P
+    return (P - P.mT).abs()
+
+
+def orthonormalise_rows_(W: Tensor, pairs: Tensor) -> None:
+    """Multiply each pair of rows by (3I − Gram)/2, the Newton–Schulz step of its 2×2 Gram matrix.
+
+    Rounding moves W off SO(n) by a random walk. One pass like this over a random pairing costs as
+    much as a turn, and undoes to first order what happened to the pairs it looks at.
+    """
+    i, j = pairs.unbind(-1)
+    rows = torch.stack([W[i], W[j]], dim=1)
+    gram = rows @ rows.mT
+    rows = (1.5 * torch.eye(2, dtype=W.dtype, device=W.device) - gram / 2) @ rows
+    W[i], W[j] = rows.unbind(1)
+
+
+def orthogonality_error(R: Float[Tensor, "*batch n n"]) -> float:
+    """Max |RᵀR − I|, computed in float64."""
+    check_square("R", R)
+    R = R.detach().double()
+    eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
+    return float((R.mT @ R - eye).abs().max()) if R.numel() else 0.0
+
+
+def is_finite(M: Tensor) -> bool:
+    """Whether no entry is NaN or infinite; waits for the device."""
+    if kernels.choose(M) == "numba" and M.is_contiguous():
+        from givens.kernels import compiled
+
+        return bool(compiled.finite(M.detach().numpy()))
+    return bool(M.isfinite().all())
+
+
+def project(R: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+    """The rotation nearest to R: argmax of ⟨Q, R⟩ over Q in SO(n), by SVD in float64.
+
+    It is also the Procrustes solution: project(XᵀY) minimises ‖XQ − Y‖ over rotations Q.
+    """
+    check_square("R", R)
+    if not R.isfinite().all():
+        raise ValueError("R must be finite, but has NaN or infinite entries")
+    return nearest(R.detach().double(), torch.ones((), device=R.device)).to(R.dtype)
+
+
+def nearest(M: Tensor, det: Tensor) -> Tensor:
+    """The orthogonal matrix of the given determinant nearest to M, by SVD in M's precision."""
+    U, _, Vh = torch.linalg.svd(M)
+    # Flip the direction that costs least where U Vᵀ has the other determinant.
+    U[..., -1] *= (torch.linalg.det(U @ Vh).sign() * det)[..., None]
+    return torch.matmul(U, Vh)
+
+
+def random_rotation(dim: int, seed: int = 0) -> Float[Tensor, "n n"]:
+    """A rotation drawn uniformly from SO(n) (Haar measure)."""
+    generator = torch.Generator().manual_seed(seed)
+    gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
+    Q, triangle = torch.linalg.qr(gaussian)
+    Q *= triangle.diagonal().sign()
+    Q[:, 0] *= torch.linalg.det(Q)
+    return Q.float()
+
+
+def check_square(name: str, M: Tensor) -> None:
+    """Refuse what is not a square matrix, or a stack of them."""
+    if M.ndim < 2 or M.shape[-1] != M.shape[-2]:
+        raise ValueError(f"{name} must be square, (n, n), but got shape {tuple(M.shape)}")
+
+
+def check_dtype(name: str, M: Tensor) -> None:
+    """Refuse a precision in which a rotation would not stay one."""
+    if M.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"{name} must be float32 or float64, but got {M.dtype}; "
+            "keep the rotation in float32 and use torch.autocast around the model"
+        )
+
+
+def check_orthogonal(name: str, M: Tensor) -> None:
+    """Refuse a matrix that is not orthogonal, of either determinant."""
+    error = orthogonality_error(M)
+    # Written so that NaN is refused too.
+    if not error <= ORTHOGONAL_TOLERANCE:
+        raise ValueError(
+            f"{name} must be orthogonal: max|RᵀR − I| = {error:.0e} > {ORTHOGONAL_TOLERANCE:.0e}; "
+            "call givens.project first"
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"

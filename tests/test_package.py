@@ -1,0 +1,58 @@
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import givens
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ["faiss", "lance", "ray", "matplotlib", "triton", "numba", "rustworkx", "typer", "rich"]
+
+
+def test_import_is_light():
+    """`import givens` brings in nothing heavy that `import torch` has not brought in already."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import givens;"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "givens" in run.stdout.split()
+    assert not set(run.stdout.split()) & set(HEAVY)
+
+
+def test_version_and_types():
+    assert importlib.metadata.version("givens") == givens.__version__
+    assert (Path(givens.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize("name", givens.__all__)
+def test_public_names_have_a_docstring(name):
+    assert getattr(givens, name).__doc__
+
+
+def blocks(path):
+    text = path.read_text()
+    return [
+        pytest.param(match[2], id=f"{path.name}-{number}")
+        for number, match in enumerate(re.finditer(r"```(python)\n(.*?)```", text, re.DOTALL))
+    ]
+
+
+@pytest.mark.parametrize("block", blocks(ROOT / "README.md"))
+def test_readme_runs(block):
+    torch.manual_seed(0)
+    exec(compile(block, "README.md", "exec"), {})
+
+
+def test_every_module_has_its_test():
+    """The map in CONTRIBUTING is kept: src/givens/x.py ↔ tests/test_x.py."""
+    modules = {path.stem for path in (ROOT / "src" / "givens").glob("*.py")} - {
+        "__init__",
+        "__main__",
+    }
+    tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+    assert modules <= tests
