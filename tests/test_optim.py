@@ -6,6 +6,7 @@ import oracles
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import givens
 
@@ -163,6 +164,25 @@ def test_groups_take_their_own_options_and_schedulers_their_lr():
         turned.append(float((W.detach() - before).norm()))
     assert turned[4] < 1e-12 < turned[3] < turned[2] < turned[0]
     assert torch.equal(V.detach(), start)
+
+
+def test_hooks_and_profiler_are_told():
+    """GCD calls torch's wrapper of `step` only where somebody listens; then it must call it."""
+    W = parameter(4)
+    optimizer = givens.GCD([W])
+    W.grad = target(W)
+    told = []
+    before = optimizer.register_step_pre_hook(lambda *_: told.append("before"))
+    after = optimizer.register_step_post_hook(lambda *_: told.append("after"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: told.append("everywhere"))
+    optimizer.step()
+    for handle in (before, after, everywhere):
+        handle.remove()
+    optimizer.step()
+    assert told == ["before", "after", "everywhere"]
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    assert "Optimizer.step#GCD.step" in {event.key for event in profile.key_averages()}
 
 
 def test_tensor_lr_is_read_at_every_step(backend):

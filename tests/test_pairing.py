@@ -146,6 +146,15 @@ def test_approximate_steepest_closes_the_gap(n, seeds):
     assert sum(closed) / seeds >= 0.8
 
 
+@pytest.mark.parametrize("n", [2, 3, 8, 33, 128])
+def test_compiled_approximation_equals_the_reference(n):
+    for seed in range(3):
+        A = oracles.skew(n, seed, torch.float64)
+        fast = givens.steepest_pairs(A, exact=False)
+        with givens.kernels.use("reference"):
+            assert torch.equal(fast, givens.steepest_pairs(A, exact=False))
+
+
 @pytest.mark.parametrize("n", [6, 8, 64])
 def test_random_pairs_are_uniform(n):
     """Every pair equally often, and at n = 6 every one of the 15 pairings."""

@@ -131,6 +131,20 @@ def test_rotation_module(dtype):
     assert torch.equal(other.matrix, R)
 
 
+@pytest.mark.parametrize("n", [511, 512, 1024])
+def test_determinants_of_large_matrices(n):
+    """The product of an LU's pivots underflows here, and a reflection must still be seen as one."""
+    R = givens.random_rotation(n)
+    sign, _ = np.linalg.slogdet(R.double().numpy())
+    assert sign == 1
+    givens.Rotation(n, R)
+    R[:, 3] *= -1
+    with pytest.raises(ValueError, match="determinant"):
+        givens.Rotation(n, R)
+    sign, _ = np.linalg.slogdet(givens.project(R).double().numpy())
+    assert sign == 1
+
+
 def test_orthogonality_error_is_the_largest_entry():
     R = torch.eye(3)
     R[0, 1] = 0.25

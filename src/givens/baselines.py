@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Adam, Optimizer
 
 from givens.optim import GCD, Pairing
-from givens.rotation import Rotation, nearest
+from givens.rotation import Rotation, determinant, nearest
 
 Method = Literal[
     "gcd-random",
@@ -97,7 +97,7 @@ class Procrustes(Optimizer):
                 if W.grad is not None:
                     state = self.state[W]
                     if not state:
-                        state["det"] = torch.linalg.det(W).sign()
+                        state["det"] = determinant(W)
                     W.copy_(nearest(W - group["lr"] * W.grad, state["det"]))
         return loss
 

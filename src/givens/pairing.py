@@ -150,47 +150,70 @@ def _blossom(A: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
     return partner.to(A.device)
 
 
-def _believed(A: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
+def _believed(magnitudes: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
     """A near-maximal matching of Σ A_ij², never below greedy: prices, rounding, exchanges.
 
-    Max-product belief propagation on the complete graph needs O(n) state: each axis sends the best
-    offer it has from anybody else, so its message to all but its best bidder is one price. Prices
-    subtracted, greedy rounds to a matching; exchanging two pairs for two repairs the rest.
+    Max-product belief propagation on the complete graph needs O(n) state: each axis asks for the
+    best offer it has from anybody else, so it asks one price of all but its best bidder, and its
+    second best of him. Greedy on what the prices leave rounds to a matching; exchanging two pairs
+    for two repairs the rest.
     """
-    n = len(A)
+    n = len(magnitudes)
     # With n odd, an extra axis of weight 0 takes the one that rests.
-    weights = torch.nn.functional.pad(A.square(), (0, n % 2, 0, n % 2))
-    offers = weights.clone().fill_diagonal_(-torch.inf)
-    axes = torch.arange(n + n % 2, device=A.device)
-
+    weights = torch.nn.functional.pad(magnitudes.square(), (0, n % 2, 0, n % 2))
+    axes = torch.arange(len(weights), device=weights.device)
     best = _exchanged(_locally_dominant(weights), weights)
-    first, second, bidder = _best_two(offers)
-    price = torch.stack([first, second]) / 2
+    zero = torch.zeros_like(weights[0])
+    first, second, bidder = _bid(weights, zero, zero, torch.full_like(axes, -1))
+    first, second = first / 2, second / 2
     for iteration in range(1, max(ROUND_AFTER) + 1):
-        asked = price[0].expand_as(weights).clone()
-        asked[bidder, axes] = price[1]
-        first, second, bidder = _best_two(offers - asked)
-        price = torch.stack([first, second])
+        first, second, bidder = _bid(weights, first, second, bidder)
         if iteration in ROUND_AFTER:
-            asked = price[0].expand_as(weights).clone()
-            asked[bidder, axes] = price[1]
-            rounded = _exchanged(
-                _locally_dominant(weights - asked - asked.mT, signed=True), weights
-            )
+            asked = _asked(first, second, bidder)
+            # Summed first, so that the result is symmetric to the last bit.
+            left = weights - (asked + asked.mT)
+            rounded = _exchanged(_locally_dominant(left, signed=True), weights)
             better = _weight(rounded, weights) > _weight(best, weights)
             best = torch.where(better, rounded, best)
     return torch.where(best[:n] < n, best[:n], -1)
 
 
-def _best_two(offers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest and second largest of each row, and where the largest is."""
-    first, where = offers.max(dim=1)
-    second = offers.scatter(1, where[:, None], -torch.inf).amax(dim=1)
-    return first, second, where
+def _bid(
+    weights: Tensor, first: Tensor, second: Tensor, bidder: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each axis's best and second best offer at the prices asked now, and who makes the best."""
+    if kernels.choose(weights) == "numba":
+        from givens.kernels import compiled
+
+        now = first.clone(), second.clone(), bidder.clone()
+        offer = torch.empty_like(first)
+        buffers = (*now, offer, _sortable(offer, signed=False))
+        compiled.bid(weights.numpy(), *(buffer.numpy() for buffer in buffers))
+        return now
+    offers = (weights - _asked(first, second, bidder)).fill_diagonal_(-torch.inf)
+    first, bidder = offers.max(dim=1)
+    second = offers.scatter(1, bidder[:, None], -torch.inf).amax(dim=1)
+    return first, second, bidder
+
+
+def _asked(first: Tensor, second: Tensor, bidder: Tensor) -> Tensor:
+    """What k asks of i, at [i, k]: its best offer, but of its best bidder the second best."""
+    axes = torch.arange(len(first), device=first.device)
+    return torch.where(bidder == axes[:, None], second, first)
 
 
 def _exchanged(partner: Int[Tensor, " n"], weights: Tensor) -> Int[Tensor, " n"]:
     """Exchange pairs (a, b), (c, d) for (a, c), (b, d) or (a, d), (b, c) while that gains."""
+    if kernels.choose(weights) == "numba":
+        from givens.kernels import compiled
+
+        partner = partner.clone()
+        gain = weights.new_empty(len(partner) // 2, len(partner) // 2)
+        keys = _sortable(gain, signed=False)
+        for _ in range(EXCHANGES):
+            if not compiled.exchange(weights.numpy(), partner.numpy(), gain.numpy(), keys.numpy()):
+                break
+        return partner
     axes = torch.arange(len(partner), device=partner.device)
     for _ in range(EXCHANGES):
         a = torch.nonzero(axes < partner).squeeze(1)
@@ -199,14 +222,13 @@ def _exchanged(partner: Int[Tensor, " n"], weights: Tensor) -> Int[Tensor, " n"]
         straight = weights[a[:, None], a] + weights[b[:, None], b]
         crossed = weights[a[:, None], b] + weights[b[:, None], a]
         gain = torch.maximum(straight, crossed) - (now + now[:, None])
-        other = _locally_dominant(gain, signed=True)
+        other = _locally_dominant(gain.clamp_min(0))
         pair = torch.arange(len(a), device=a.device)
         pair = pair[other > pair]
-        other = other[pair]
-        gains = gain[pair, other] > 0
-        if not gains.any():
+        pair = pair[gain[pair, other[pair]] > 0]
+        if not len(pair):
             break
-        pair, other = pair[gains], other[gains]
+        other = other[pair]
         crossing = crossed[pair, other] > straight[pair, other]
         p, q = a[pair], b[pair]
         r = torch.where(crossing, b[other], a[other])

@@ -43,7 +43,7 @@ class Rotation(nn.Module):
         check_dtype("Rotation", weight)
         if matrix is not None:
             check_orthogonal("matrix", weight)
-            if torch.linalg.det(weight.double()) < 0:
+            if determinant(weight) < 0:
                 raise ValueError(
                     "matrix must have determinant +1, but got −1; "
                     "flip the sign of one column, or call givens.project(matrix) first"
@@ -194,8 +194,14 @@ def nearest(M: Tensor, det: Tensor) -> Tensor:
     """The orthogonal matrix of the given determinant nearest to M, by SVD in M's precision."""
     U, _, Vh = torch.linalg.svd(M)
     # Flip the direction that costs least where U Vᵀ has the other determinant.
-    U[..., -1] *= (torch.linalg.det(U @ Vh).sign() * det)[..., None]
+    U[..., -1] *= (determinant(U @ Vh) * det)[..., None]
     return torch.matmul(U, Vh)
+
+
+def determinant(Q: Tensor) -> Tensor:
+    """±1 for an orthogonal matrix; the product of pivots itself underflows, at n = 512 already."""
+    sign: Tensor = torch.linalg.slogdet(Q).sign
+    return sign
 
 
 def random_rotation(dim: int, seed: int = 0) -> Float[Tensor, "n n"]:
@@ -204,8 +210,8 @@ def random_rotation(dim: int, seed: int = 0) -> Float[Tensor, "n n"]:
     gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
     Q, triangle = torch.linalg.qr(gaussian)
     Q *= triangle.diagonal().sign()
-    Q[:, 0] *= torch.linalg.det(Q)
-    return Q.float()
+    Q[:, 0] *= determinant(Q)
+    return torch.as_tensor(Q, dtype=torch.float32)
 
 
 def check_square(name: str, M: Tensor) -> None:

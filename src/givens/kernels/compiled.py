@@ -176,6 +176,71 @@ def match(keys: NDArray[Any], partner: NDArray[Any]) -> None:
 
 
 @compiled()
+def bid(
+    weights: NDArray[Any],
+    first: NDArray[Any],
+    second: NDArray[Any],
+    bidder: NDArray[Any],
+    offer: NDArray[Any],
+    keys: NDArray[Any],
+) -> None:
+    """The twin of `pairing._bid`, in place; offer (n,) is overwritten, and keys are its bits."""
+    n = len(weights)
+    asked, least, was = first.copy(), second.copy(), bidder.copy()
+    sign, rest = keys.dtype.type(keys.itemsize * 8 - 1), np.iinfo(keys.dtype).max
+    order = np.empty_like(keys)
+    for i in range(n):
+        row = weights[i]
+        for k in range(n):
+            offer[k] = row[k] - (least[k] if was[k] == i else asked[k])
+        for k in range(n):
+            order[k] = keys[k] ^ ((keys[k] >> sign) & rest)
+        order[i] = np.iinfo(keys.dtype).min
+        _, top, _ = peak(order)
+        first[i], bidder[i] = offer[top], top
+        order[top] = np.iinfo(keys.dtype).min
+        _, top, _ = peak(order)
+        second[i] = offer[top] if n > 2 else -np.inf
+
+
+@compiled()
+def exchange(
+    weights: NDArray[Any], partner: NDArray[Any], gain: NDArray[Any], keys: NDArray[Any]
+) -> bool:
+    """One round of `pairing._exchanged`, in place; whether there was anything to gain.
+
+    gain (n/2, n/2) is overwritten, and keys are its bits: in order, as no gain is negative.
+    """
+    n = len(partner)
+    a = np.flatnonzero(partner > np.arange(n))
+    b = partner[a]
+    pairs = len(a)
+    gain[:] = 0
+    any_gain = False
+    for p in range(pairs):
+        for q in range(p):
+            straight = weights[a[p], a[q]] + weights[b[p], b[q]]
+            crossed = weights[a[p], b[q]] + weights[b[p], a[q]]
+            more = max(straight, crossed) - (weights[a[p], b[p]] + weights[a[q], b[q]])
+            if more > 0:
+                gain[p, q] = gain[q, p] = more
+                any_gain = True
+    if not any_gain:
+        return False
+    other = np.empty(pairs, np.int64)
+    match(keys, other)
+    for p in range(pairs):
+        q = other[p]
+        if p < q and gain[p, q] > 0:
+            straight = weights[a[p], a[q]] + weights[b[p], b[q]]
+            crossed = weights[a[p], b[q]] + weights[b[p], a[q]]
+            c, d = (b[q], a[q]) if crossed > straight else (a[q], b[q])
+            partner[a[p]], partner[c] = c, a[p]
+            partner[b[p]], partner[d] = d, b[p]
+    return True
+
+
+@compiled()
 def magnitudes(P: NDArray[Any]) -> None:
     """P ← |P − Pᵀ|, in place, in tiles whose columns fit the cache's sets even where n = 2ᵏ."""
     n = len(P)
