@@ -1,0 +1,5 @@
+"""`python -m givens`."""
+
+from givens.cli import main
+
+main()
