@@ -137,7 +137,7 @@ class GCD(Optimizer):
             state = self.state[W]
             if not state:
                 _start(state, W, group)
-            if kernels.choose(W) == "numba" and W.is_contiguous():
+            if kernels.choose(W) == "numba":
                 step_compiled_(W, G.contiguous(), state, group, stream)
             else:
                 step_(W, G, state, group, stream, found_inf)
@@ -197,7 +197,7 @@ def step_(
 def step_compiled_(
     W: Tensor, G: Tensor, state: dict[str, Any], group: dict[str, Any], stream: int
 ) -> None:
-    """`step_` for contiguous matrices on a CPU: the same, its loops compiled."""
+    """`step_` on a CPU: the same, its loops compiled."""
     from givens.kernels import compiled
 
     t = state["step"] + 1
@@ -212,14 +212,18 @@ def step_compiled_(
     else:
         pairs = _choose_pairs(_stack(W.detach()), _stack(H), group, t, stream).numpy()
 
-    w, g = W.detach().numpy().reshape(b, n, n), G.numpy().reshape(b, n, n)
+    rows = W.detach().contiguous()
+    w, g = rows.numpy().reshape(b, n, n), G.numpy().reshape(b, n, n)
     h = H.numpy().reshape(b, n, n) if beta1 else g
     scale = state["scale"].numpy() if group["adapt"] else np.empty(b, w.dtype)
     how = (float(_factor(group, t)), *_memory(group), bool(group["adapt"]), bool(beta1))
     if not compiled.descend(w, g, h, pairs, scale, *how, draw, group["seed"], t, stream):
         raise ValueError(_not_finite(W))
     state["step"] = t
-    kernels.written(W)
+    if W.is_contiguous():
+        kernels.written(W)
+    else:
+        W.detach().copy_(rows)
 
 
 def plane_derivatives(W: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
@@ -248,7 +252,7 @@ def _start(state: dict[str, Any], W: Tensor, group: dict[str, Any]) -> None:
     if group["adapt"]:
         state["scale"] = W.new_zeros(1 if W.ndim == 2 else len(W), requires_grad=False)
     if _betas(group)[0]:
-        state["momentum"] = torch.zeros_like(W, memory_format=torch.preserve_format)
+        state["momentum"] = torch.zeros_like(W, memory_format=torch.contiguous_format)
 
 
 def _betas(group: dict[str, Any]) -> tuple[float, float]:

@@ -211,7 +211,7 @@ def random_rotation(dim: int, seed: int = 0) -> Float[Tensor, "n n"]:
     Q, triangle = torch.linalg.qr(gaussian)
     Q *= triangle.diagonal().sign()
     Q[:, 0] *= determinant(Q)
-    return torch.as_tensor(Q, dtype=torch.float32)
+    return torch.as_tensor(Q, dtype=torch.float32).contiguous()
 
 
 def check_square(name: str, M: Tensor) -> None:
