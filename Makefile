@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/givens demo
 
 test: .venv/ready lint
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not cuda"
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -173,7 +173,7 @@ def test_random_pairs_are_uniform(n):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 64, 100, 513, 4096])
 def test_compiled_draw_equals_the_reference(n):
-    for seed, step, stream in ((0, 1, 0), (2**40 + 3, 2**33 + 1, 7), (1, 5, 1 << 31)):
+    for seed, step, stream in ((0, 1, 0), (2**40 + 3, 2**33 + 1, 7), (1, 5, 1 << 30)):
         drawn = givens.random_pairs(n, seed, step=step, stream=stream)
         with givens.kernels.use("reference"):
             assert torch.equal(drawn, givens.random_pairs(n, seed, step=step, stream=stream))

@@ -175,7 +175,10 @@ BAD = [
     (lambda: givens.project(EYE / 0), "R must be finite"),
     (lambda: givens.project(EYE[:2]), "R must be square"),
     (lambda: givens.orthogonality_error(EYE[0]), "R must be square"),
-    (lambda: givens.kernels.use("cuda"), "backend must be one of 'reference', 'numba' or None"),
+    (
+        lambda: givens.kernels.use("cuda"),
+        "one of 'reference', 'numba', 'triton' or None",
+    ),
 ]
 
 

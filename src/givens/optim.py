@@ -10,6 +10,7 @@ so R stays a rotation without inverse, exponential or SVD. R is stored as W = R�
 from here on, A = G Wᵀ − W Gᵀ, and a turn mixes two contiguous rows of W.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
@@ -137,11 +138,19 @@ class GCD(Optimizer):
             state = self.state[W]
             if not state:
                 _start(state, W, group)
-            if kernels.choose(W) == "numba":
+            backend = kernels.choose(W)
+            if backend == "numba":
                 step_compiled_(W, G.contiguous(), state, group, stream)
+            elif backend == "triton" and not group["pairing"].startswith("overlapping"):
+                step_fused_(W, G, state, group, stream, found_inf, self._workspaces)
             else:
                 step_(W, G, state, group, stream, found_inf)
         return loss
+
+    @functools.cached_property
+    def _workspaces(self) -> dict[Tensor, Any]:
+        """Buffers on a device, by matrix; no part of the state."""
+        return {}
 
 
 _told_step = Optimizer.profile_hook_step(GCD._step)
@@ -159,7 +168,8 @@ def step_(
     """One step on one matrix or stack, in torch: the oracle of the compiled versions."""
     check_gradient(W, G)
     W, G = _stack(W), _stack(G)
-    t = state["step"] = state["step"] + 1
+    state["step"] += 1
+    t = int(state["step"])
     good = G.isfinite().all()
     if found_inf is not None:
         good &= found_inf == 0
@@ -226,6 +236,69 @@ def step_compiled_(
         W.detach().copy_(rows)
 
 
+@torch.no_grad()
+def step_fused_(
+    W: Tensor,
+    G: Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    stream: int,
+    found_inf: Tensor | None,
+    workspaces: dict[Tensor, Any],
+) -> None:
+    """`step_` on a GPU: a launch or five, nothing that waits, safe in a CUDA graph.
+
+    The product that chooses the planes may use TF32; their angles come from float32 sums over the
+    chosen rows alone.
+    """
+    from givens.kernels.matching import Matcher
+    from givens.kernels.turning import Turner
+
+    check_gradient(W, G)
+    n = W.shape[-1]
+    if n == 1:
+        return
+    if W not in workspaces:
+        workspaces[W] = Turner(W), Matcher(W)
+    turner, matcher = workspaces[W]
+    rows = W.detach().contiguous()
+    G = G.contiguous()
+    beta1, beta2 = _betas(group)
+    H = state["momentum"] if beta1 else None
+    skip = found_inf
+    if H is not None:
+        turner.blend(H, G, 1 - beta1, found_inf)
+        skip = turner.skip
+    draw = group["pairing"] == "random"
+    if not draw:
+        magnitudes = matcher.magnitudes(_stack(G if H is None else H), _stack(rows))
+        if group["pairing"] == "greedy":
+            matcher.greedy(magnitudes, turner.pairs)
+        else:
+            pairs = pairing.matched_pairs(magnitudes, steepest=True, exact=group["exact"])
+            turner.take(pairs)
+    turner.descend(
+        rows,
+        G,
+        H,
+        state.get("scale"),
+        state["step"],
+        group["lr"],
+        state["skipped"],
+        draw=draw,
+        skip=skip,
+        adapt=group["adapt"],
+        betas=(beta1, beta2),
+        maximize=group["maximize"],
+        seed=group["seed"],
+        stream=stream,
+    )
+    if W.is_contiguous():
+        kernels.written(W)
+    else:
+        W.copy_(rows)
+
+
 def plane_derivatives(W: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
     """A_ij = g_i·w_j − w_i·g_j of the given planes alone: O(n²) for n/2 of them, never A itself."""
     i, j = (index[..., None] for index in pairs.unbind(-1))
@@ -248,7 +321,12 @@ def _choose_pairs(W: Tensor, H: Tensor, group: dict[str, Any], t: int, stream: i
 
 
 def _start(state: dict[str, Any], W: Tensor, group: dict[str, Any]) -> None:
-    state["step"] = 0
+    if W.is_cuda:
+        # On the device, so that nothing waits and a replayed CUDA graph counts on.
+        state["step"] = torch.zeros((), dtype=torch.int64, device=W.device)
+        state["skipped"] = torch.zeros((), dtype=torch.int32, device=W.device)
+    else:
+        state["step"] = 0
     if group["adapt"]:
         state["scale"] = W.new_zeros(1 if W.ndim == 2 else len(W), requires_grad=False)
     if _betas(group)[0]:

@@ -1,16 +1,18 @@
 """The one place that decides which code runs a hot loop.
 
 "reference" is the ordinary torch code in the domain modules: it runs anywhere and is the oracle of
-the tests. "numba" is the same loops compiled for a CPU (`kernels.compiled`).
+the tests. "numba" is the same loops compiled for a CPU (`kernels.compiled`), "triton" for a GPU
+(`kernels.turning`, `kernels.matching`).
 """
 
+import importlib.util
 from types import TracebackType
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Backend = Literal["reference", "numba"]
+Backend = Literal["reference", "numba", "triton"]
 
 # The stream of random pairings, the same in every backend (`pairing.random_pairs`).
 WORD = 0xFFFFFFFF
@@ -18,8 +20,11 @@ GOLDEN = 0x9E3779B9
 SHUFFLE_ROUNDS = 6
 SHUFFLE_BITS = 8
 # Streams from here on draw the pairings on which rounding is undone, every so many steps.
-TIDY_STREAM = 1 << 31
+TIDY_STREAM = 1 << 30
 TIDY_EVERY = 16
+
+# The widest matrix whose rows the Triton kernels hold in registers.
+WIDEST = 16384
 
 _forced: Backend | None = None
 
@@ -52,18 +57,32 @@ class use:  # noqa: N801 — reads as a verb: `kernels.use("reference")`
 
 
 def choose(W: Tensor | None = None) -> Backend:
-    """The backend for W, or for no tensor at all: compiled loops on a CPU, torch elsewhere."""
+    """The backend for W, or for no tensor at all: compiled where W is, else torch."""
     if _forced == "reference":
         return "reference"
-    reason = None if W is None else _why_not_numba(W)
-    if _forced == "numba" and reason:
-        raise RuntimeError(f"the numba kernels cannot run: {reason}")
-    return "reference" if reason else "numba"
+    fitting: Backend = "triton" if W is not None and W.device.type == "cuda" else "numba"
+    wanted = _forced or fitting
+    reason = None if W is None else (_why_not_numba(W) if wanted == "numba" else _why_not_triton(W))
+    if reason and _forced:
+        raise RuntimeError(f"the {wanted} kernels cannot run: {reason}")
+    return "reference" if reason else wanted
 
 
 def written(W: Tensor) -> None:
     """Tell autograd that a compiled loop has changed W in place."""
     torch.autograd.graph.increment_version(W)
+
+
+def _why_not_triton(W: Tensor) -> str | None:
+    if W.device.type != "cuda":
+        return f"the tensor is on {W.device}"
+    if W.dtype is not torch.float32:
+        return f"the tensor is {W.dtype}, and they take float32"
+    if W.shape[-1] > WIDEST:
+        return f"n = {W.shape[-1]}, and they take n up to {WIDEST}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None
 
 
 def _why_not_numba(W: Tensor) -> str | None:

@@ -1,0 +1,237 @@
+"""The greedy pairing on a device: locally dominant rounds in one launch, nothing sorted.
+
+Each program of the grid looks after some rows. A round: every program reads all pointers, so it
+knows who is matched without being told; rows whose favourite is taken look again; barrier. About
+half of the axes are matched in each round, and once few enough are free one program finishes them
+in registers.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from givens.kernels.grid import barrier, counter, hashed, launch, programs_at_once
+
+NOTHING = tl.constexpr(float("-inf"))
+TILE = 128
+
+
+@triton.jit
+def favourite(values, rows, columns, n):
+    """Where each row of `values` is largest, ties by the hash of the pair."""
+    peak = tl.max(values, axis=1)
+    top = values == peak[:, None]
+    found = tl.max(tl.where(top, columns[None, :], -1), axis=1)
+    if tl.max(tl.sum(top.to(tl.int32), axis=1), axis=0) > 1:
+        low = tl.minimum(rows[:, None], columns[None, :])
+        high = tl.maximum(rows[:, None], columns[None, :])
+        tie = tl.where(top, hashed((low * n + high).to(tl.uint32)).to(tl.int64), -1)
+        most = tl.max(tie, axis=1)
+        found = tl.max(tl.where(tie == most[:, None], columns[None, :], -1), axis=1)
+    return found
+
+
+@triton.jit
+def finish(S, n, index, left, partner, TILE: tl.constexpr):
+    """Match the axes listed in `index` (TILE,) among themselves, in registers."""
+    local = tl.arange(0, TILE)
+    inside = local < left
+    at = index[:, None].to(tl.int64) * n + index[None, :]
+    both = inside[:, None] & inside[None, :] & (local[:, None] != local[None, :])
+    values = tl.load(S + at, mask=both, other=NOTHING)
+    while left > 1:
+        best = favourite_of(values, index, local, n)
+        points = (best[:, None] == local[None, :]) & (best[None, :] == local[:, None])
+        points = points & (values > NOTHING)
+        mutual = tl.max(points.to(tl.int32), axis=1)
+        other = tl.max(tl.where(points, index[None, :], -1), axis=1)
+        tl.store(partner + index, other, mask=mutual > 0)
+        mutual_across = tl.max(points.to(tl.int32), axis=0)
+        gone = (mutual[:, None] > 0) | (mutual_across[None, :] > 0)
+        values = tl.where(gone, NOTHING, values)
+        left -= tl.sum(mutual, axis=0)
+
+
+@triton.jit
+def favourite_of(values, index, local, n):
+    """`favourite` among listed axes, as places in the list; the hash is of the axes themselves."""
+    peak = tl.max(values, axis=1)
+    top = (values == peak[:, None]) & (values > NOTHING)
+    found = tl.max(tl.where(top, local[None, :], -1), axis=1)
+    if tl.max(tl.sum(top.to(tl.int32), axis=1), axis=0) > 1:
+        low = tl.minimum(index[:, None], index[None, :])
+        high = tl.maximum(index[:, None], index[None, :])
+        tie = tl.where(top, hashed((low * n + high).to(tl.uint32)).to(tl.int64), -1)
+        most = tl.max(tie, axis=1)
+        found = tl.max(tl.where(top & (tie == most[:, None]), local[None, :], -1), axis=1)
+    return found
+
+
+@triton.jit
+def write_pairs(partner, pairs, n, BLOCK: tl.constexpr):
+    """The list of pairs from everybody's partner; the axis that rests comes last, twice."""
+    axes = tl.arange(0, BLOCK)
+    other = tl.load(partner + axes, mask=axes < n, other=-1, cache_modifier=".cg")
+    chosen = (axes < n) & (other > axes)
+    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.store(pairs + 2 * place, axes, mask=chosen)
+    tl.store(pairs + 2 * place + 1, other, mask=chosen)
+    rests = (axes < n) & (other < 0)
+    tl.store(pairs + 2 * (n // 2) + 0 * axes, axes, mask=rests)
+    tl.store(pairs + 2 * (n // 2) + 1 + 0 * axes, axes, mask=rests)
+
+
+@triton.jit
+def match_small_kernel(S, partner, pairs, n, TILE: tl.constexpr):
+    """One program for each matrix of a stack, n ≤ TILE."""
+    b = tl.program_id(0).to(tl.int64)
+    axes = tl.arange(0, TILE)
+    partner += b * n
+    tl.store(partner + axes, -1 + 0 * axes, mask=axes < n)
+    tl.debug_barrier()
+    finish(S + b * n * n, n, axes, n + 0 * tl.program_id(0), partner, TILE)
+    tl.debug_barrier()
+    write_pairs(partner, pairs + b * 2 * ((n + 1) // 2), n, TILE)
+
+
+@triton.jit
+def match_kernel(
+    S, best, listed, partner, pairs, waiting, n,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The whole grid on one matrix, n > TILE. best (2, n): what was, and what will be."""
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < n
+    for start in range(pid * ROWS, n, programs * ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = (rows < n)[:, None] & inside[None, :] & (rows[:, None] != columns[None, :])
+        values = tl.load(
+            S + rows[:, None].to(tl.int64) * n + columns[None, :], mask=mask, other=NOTHING
+        )
+        found = favourite(values, rows, columns, n)
+        tl.store(best + rows, found, mask=rows < n)
+    barrier(waiting)
+    now = best
+    later = best + n
+    pointed = tl.load(now + columns, mask=inside, other=0, cache_modifier=".cg")
+    back = tl.load(now + pointed, mask=inside, other=0, cache_modifier=".cg")
+    free = inside & (back != columns)
+    left = tl.sum(free.to(tl.int32), axis=0)
+    while left > TILE:
+        for start in range(pid * ROWS, n, programs * ROWS):
+            rows = start + tl.arange(0, ROWS)
+            real = rows < n
+            mine = tl.load(now + rows, mask=real, other=0, cache_modifier=".cg")
+            its = tl.load(now + mine, mask=real, other=0, cache_modifier=".cg")
+            that = tl.load(now + its, mask=real, other=0, cache_modifier=".cg")
+            # Free, but the favourite is not: it points at somebody who points back.
+            again = real & (its != rows) & (that == mine)
+            if tl.max(again.to(tl.int32), axis=0) > 0:
+                mask = again[:, None] & free[None, :] & (rows[:, None] != columns[None, :])
+                values = tl.load(
+                    S + rows[:, None].to(tl.int64) * n + columns[None, :], mask=mask, other=NOTHING
+                )
+                found = favourite(values, rows, columns, n)
+                mine = tl.where(again, found, mine)
+            tl.store(later + rows, mine, mask=real)
+        barrier(waiting)
+        swap = now
+        now = later
+        later = swap
+        pointed = tl.load(now + columns, mask=inside, other=0, cache_modifier=".cg")
+        back = tl.load(now + pointed, mask=inside, other=0, cache_modifier=".cg")
+        free = inside & (back != columns)
+        left = tl.sum(free.to(tl.int32), axis=0)
+    if pid == 0:
+        place = tl.cumsum(free.to(tl.int32), axis=0) - 1
+        tl.store(listed + place, columns, mask=free)
+        tl.store(partner + columns, tl.where(free, -1, pointed), mask=inside)
+        tl.debug_barrier()
+        local = tl.arange(0, TILE)
+        index = tl.load(listed + local, mask=local < left, other=0, cache_modifier=".cg")
+        finish(S, n, index, left, partner, TILE)
+        tl.debug_barrier()
+        write_pairs(partner, pairs, n, BLOCK)
+
+
+@triton.jit
+def magnitudes_kernel(P, n, SIDE: tl.constexpr):
+    """P ← |P − Pᵀ| in place, two mirrored tiles to a program; NaN becomes 0, so that it ends."""
+    r = tl.program_id(0)
+    c = tl.program_id(1)
+    if r <= c:
+        P += tl.program_id(2).to(tl.int64) * n * n
+        rows = r * SIDE + tl.arange(0, SIDE)
+        columns = c * SIDE + tl.arange(0, SIDE)
+        here = P + rows[:, None].to(tl.int64) * n + columns[None, :]
+        there = P + columns[:, None].to(tl.int64) * n + rows[None, :]
+        here_in = (rows < n)[:, None] & (columns < n)[None, :]
+        there_in = (columns < n)[:, None] & (rows < n)[None, :]
+        x = tl.load(here, mask=here_in, other=0.0)
+        y = tl.load(there, mask=there_in, other=0.0)
+        a = tl.abs(x - tl.trans(y))
+        a = tl.where(a == a, a, 0.0)
+        tl.debug_barrier()
+        tl.store(here, a, mask=here_in)
+        tl.store(there, tl.trans(a), mask=there_in)
+
+
+@contextlib.contextmanager
+def tf32() -> Iterator[None]:
+    """Let float32 products use the tensor cores' shorter mantissa."""
+    matmul = torch.backends.cuda.matmul
+    name, value = (
+        ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    )
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
+
+
+class Matcher:
+    """The buffers of the matchings of one matrix or stack, and the launches that use them."""
+
+    def __init__(self, W: Tensor) -> None:
+        n, device = W.shape[-1], W.device
+        batch = W.numel() // n**2
+        self.batch, self.n = batch, n
+        self.product = torch.empty(batch, n, n, device=device)
+        self.small = n <= TILE
+        self.block = triton.next_power_of_2(n)
+        self.rows = max(1, min(4, 8192 // self.block))
+        self.programs = programs_at_once(device, 1, triton.cdiv(n, self.rows))
+        self.best = torch.empty(2, n, dtype=torch.int32, device=device)
+        self.listed = torch.empty(TILE, dtype=torch.int32, device=device)
+        self.partner = torch.empty(batch, n, dtype=torch.int32, device=device)
+        self.waiting = counter(device)
+
+    def magnitudes(self, H: Tensor, W: Tensor) -> Tensor:
+        """|H Wᵀ − W Hᵀ|, up to TF32, in a buffer that the next call overwrites."""
+        with tf32():
+            torch.matmul(H, W.mT, out=self.product)
+        side = triton.cdiv(self.n, 32)
+        magnitudes_kernel[(side, side, self.batch)](self.product, self.n, SIDE=32)
+        return self.product
+
+    def greedy(self, S: Tensor, pairs: Tensor) -> None:
+        """Write the greedy pairing of the weights S into `pairs`."""
+        if self.small:
+            match_small_kernel[(self.batch,)](
+                S, self.partner, pairs, self.n, TILE=max(16, self.block), num_warps=8
+            )
+            return
+        for b in range(self.batch):
+            launch(
+                match_kernel, self.programs, S.device,
+                S[b], self.best, self.listed, self.partner[b], pairs[b], self.waiting, self.n,
+                ROWS=self.rows, BLOCK=self.block, TILE=TILE, num_warps=8,
+            )  # fmt: skip

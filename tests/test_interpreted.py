@@ -1,0 +1,86 @@
+"""The GPU kernels on a CPU, under Triton's interpreter: small shapes, one program at a time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
+
+SCRIPT = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+import oracles
+import torch
+
+import givens
+from givens.kernels import matching
+from givens.kernels.turning import Turner
+
+# Small enough that the rounds of the whole grid run too, and not only the last in registers.
+matching.TILE = 8
+
+for n in (2, 5, 8, 21):
+    for A in (oracles.skew(n), torch.zeros(n, n), oracles.skew(n).sign()):
+        pairs = torch.full((1, (n + 1) // 2, 2), -7, dtype=torch.int32)
+        matching.Matcher(A).greedy(A.abs()[None].contiguous(), pairs)
+        found = [tuple(pair) for pair in pairs[0, : n // 2].tolist()]
+        assert found == oracles.sorted_greedy(A), (n, found)
+    P = torch.randn(2, n, n)
+    expected = (P - P.mT).abs()
+    matcher = matching.Matcher(P)
+    found = matcher.magnitudes(P, torch.eye(n).expand(2, n, n))
+    assert torch.equal(found, expected), n
+
+for n, stack, draw, adapt, betas in (
+    (5, 1, True, None, (0.0, 0.0)),
+    (6, 2, True, "adam", (0.0, 0.99)),
+    (6, 2, False, "adam", (0.9, 0.99)),
+    (5, 1, False, "adagrad", (0.0, 0.0)),
+):
+    start = torch.stack([givens.random_rotation(n, b) for b in range(stack)])
+    W, V = start.clone(), torch.nn.Parameter(start.clone())
+    turner, matcher = Turner(W), matching.Matcher(W)
+    step, skipped = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int32)
+    scale = torch.zeros(stack)
+    H = torch.zeros_like(W) if betas[0] else None
+    options = {"betas": betas} if adapt == "adam" else {}
+    pairing = "random" if draw else "greedy"
+    oracle = givens.GCD([V], 0.05, pairing=pairing, adapt=adapt, seed=5, **options)
+    for number in range(3):
+        G = torch.randn(stack, n, n)
+        for bad in (True, False):
+            g = G.clone()
+            if bad:
+                g[-1, number, 1] = float("nan")
+            if H is not None:
+                turner.blend(H, g, 1 - betas[0], None)
+            if not draw:
+                matcher.greedy(matcher.magnitudes(g if H is None else H, W), turner.pairs)
+            skip = None if H is None else turner.skip
+            before = W.clone()
+            turner.descend(
+                W, g, H, scale, step, 0.05, skipped, draw=draw, skip=skip, adapt=adapt,
+                betas=betas, maximize=False, seed=5, stream=0,
+            )
+            assert torch.equal(W, before) == bad
+        V.grad = G
+        oracle.step()
+    assert int(step) == 3 and int(skipped) == 3
+    torch.testing.assert_close(W, V.detach(), rtol=1e-5, atol=1e-5)
+"""
+
+
+def test_kernels_equal_the_reference():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, Path(__file__).parent],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
