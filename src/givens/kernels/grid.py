@@ -15,16 +15,22 @@ STRIDE = tl.constexpr(GOLDEN)
 
 
 @triton.jit
-def barrier(counter):
-    """Wait until every program of the grid is here; the counter only ever grows."""
+def barrier(counter, FENCE: tl.constexpr = False):
+    """Wait until every program of the grid is here; the counter only ever grows.
+
+    What others wrote before it may then be read past the first-level cache (".cg"), or in any way
+    after a fence.
+    """
     programs = tl.num_programs(0)
     if programs > 1:
         tl.debug_barrier()
         ticket = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         goal = (ticket // programs + 1) * programs
-        seen = ticket
+        seen = ticket + 1
         while seen < goal:
-            seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+            seen = tl.load(counter, volatile=True)
+        if FENCE:
+            tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     tl.debug_barrier()
 
 
@@ -33,6 +39,14 @@ def hashed(x):
     """The twin of `pairing._hash`, on uint32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def unhashed(x):
+    """The inverse of `hashed`: each multiplication by its inverse modulo 2³²."""
+    x = (x ^ (x >> 16)) * 0x7ED1B41D
+    x = (x ^ (x >> 13) ^ (x >> 26)) * 0xA5CB9243
     return x ^ (x >> 16)
 
 

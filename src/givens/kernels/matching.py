@@ -14,25 +14,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from givens.kernels.grid import barrier, counter, hashed, launch, programs_at_once
+from givens.kernels.grid import barrier, counter, hashed, launch, programs_at_once, unhashed
 
-NOTHING = tl.constexpr(float("-inf"))
-TILE = 128
+NOTHING = tl.constexpr(-(2**63))
+TILE = 64
 
 
 @triton.jit
-def favourite(values, rows, columns, n):
-    """Where each row of `values` is largest, ties by the hash of the pair."""
-    peak = tl.max(values, axis=1)
-    top = values == peak[:, None]
-    found = tl.max(tl.where(top, columns[None, :], -1), axis=1)
-    if tl.max(tl.sum(top.to(tl.int32), axis=1), axis=0) > 1:
-        low = tl.minimum(rows[:, None], columns[None, :])
-        high = tl.maximum(rows[:, None], columns[None, :])
-        tie = tl.where(top, hashed((low * n + high).to(tl.uint32)).to(tl.int64), -1)
-        most = tl.max(tie, axis=1)
-        found = tl.max(tl.where(tie == most[:, None], columns[None, :], -1), axis=1)
-    return found
+def packed(weights, i, j, n, valid):
+    """A weight and the hash that breaks its ties in one integer, the same for (i, j) and (j, i).
+
+    The largest of a row is then one reduction, exact ties included, and the pair can be read back
+    from the hash, which is a bijection.
+    """
+    bits = weights.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    code = (tl.minimum(i, j) * n + tl.maximum(i, j)).to(tl.uint32)
+    return tl.where(valid, (order.to(tl.int64) << 32) | hashed(code).to(tl.int64), NOTHING)
+
+
+@triton.jit
+def partner_of(key, i, n):
+    """Whom the packed pair of axis i joins it to."""
+    code = unhashed((key & 0xFFFFFFFF).to(tl.uint32)).to(tl.int64)
+    low = (code // n).to(tl.int32)
+    high = (code % n).to(tl.int32)
+    return low + high - i
 
 
 @triton.jit
@@ -40,35 +47,19 @@ def finish(S, n, index, left, partner, TILE: tl.constexpr):
     """Match the axes listed in `index` (TILE,) among themselves, in registers."""
     local = tl.arange(0, TILE)
     inside = local < left
+    valid = inside[:, None] & inside[None, :] & (local[:, None] != local[None, :])
     at = index[:, None].to(tl.int64) * n + index[None, :]
-    both = inside[:, None] & inside[None, :] & (local[:, None] != local[None, :])
-    values = tl.load(S + at, mask=both, other=NOTHING)
+    weights = tl.load(S + at, mask=valid, other=0.0)
+    keys = packed(weights, index[:, None], index[None, :], n, valid)
     while left > 1:
-        best = favourite_of(values, index, local, n)
-        points = (best[:, None] == local[None, :]) & (best[None, :] == local[:, None])
-        points = points & (values > NOTHING)
-        mutual = tl.max(points.to(tl.int32), axis=1)
-        other = tl.max(tl.where(points, index[None, :], -1), axis=1)
-        tl.store(partner + index, other, mask=mutual > 0)
-        mutual_across = tl.max(points.to(tl.int32), axis=0)
-        gone = (mutual[:, None] > 0) | (mutual_across[None, :] > 0)
-        values = tl.where(gone, NOTHING, values)
-        left -= tl.sum(mutual, axis=0)
-
-
-@triton.jit
-def favourite_of(values, index, local, n):
-    """`favourite` among listed axes, as places in the list; the hash is of the axes themselves."""
-    peak = tl.max(values, axis=1)
-    top = (values == peak[:, None]) & (values > NOTHING)
-    found = tl.max(tl.where(top, local[None, :], -1), axis=1)
-    if tl.max(tl.sum(top.to(tl.int32), axis=1), axis=0) > 1:
-        low = tl.minimum(index[:, None], index[None, :])
-        high = tl.maximum(index[:, None], index[None, :])
-        tie = tl.where(top, hashed((low * n + high).to(tl.uint32)).to(tl.int64), -1)
-        most = tl.max(tie, axis=1)
-        found = tl.max(tl.where(top & (tie == most[:, None]), local[None, :], -1), axis=1)
-    return found
+        best = tl.max(keys, axis=1)
+        # A pair that is the best of both its axes; the keys are symmetric.
+        mutual = (keys == best[:, None]) & (keys == best[None, :]) & (keys != NOTHING)
+        other = tl.max(tl.where(mutual, index[None, :], -1), axis=1)
+        matched = other >= 0
+        tl.store(partner + index, other, mask=matched)
+        keys = tl.where(matched[:, None] | matched[None, :], NOTHING, keys)
+        left -= tl.sum(matched.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -99,6 +90,15 @@ def match_small_kernel(S, partner, pairs, n, TILE: tl.constexpr):
 
 
 @triton.jit
+def favourites(S, rows, columns, n, valid):
+    """The best valid partner of each row."""
+    at = rows[:, None].to(tl.int64) * n + columns[None, :]
+    weights = tl.load(S + at, mask=valid, other=0.0)
+    best = tl.max(packed(weights, rows[:, None], columns[None, :], n, valid), axis=1)
+    return partner_of(best, rows, n)
+
+
+@triton.jit
 def match_kernel(
     S, best, listed, partner, pairs, waiting, n,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -110,11 +110,8 @@ def match_kernel(
     inside = columns < n
     for start in range(pid * ROWS, n, programs * ROWS):
         rows = start + tl.arange(0, ROWS)
-        mask = (rows < n)[:, None] & inside[None, :] & (rows[:, None] != columns[None, :])
-        values = tl.load(
-            S + rows[:, None].to(tl.int64) * n + columns[None, :], mask=mask, other=NOTHING
-        )
-        found = favourite(values, rows, columns, n)
+        valid = (rows < n)[:, None] & inside[None, :] & (rows[:, None] != columns[None, :])
+        found = favourites(S, rows, columns, n, valid)
         tl.store(best + rows, found, mask=rows < n)
     barrier(waiting)
     now = best
@@ -133,11 +130,8 @@ def match_kernel(
             # Free, but the favourite is not: it points at somebody who points back.
             again = real & (its != rows) & (that == mine)
             if tl.max(again.to(tl.int32), axis=0) > 0:
-                mask = again[:, None] & free[None, :] & (rows[:, None] != columns[None, :])
-                values = tl.load(
-                    S + rows[:, None].to(tl.int64) * n + columns[None, :], mask=mask, other=NOTHING
-                )
-                found = favourite(values, rows, columns, n)
+                valid = again[:, None] & free[None, :] & (rows[:, None] != columns[None, :])
+                found = favourites(S, rows, columns, n, valid)
                 mine = tl.where(again, found, mine)
             tl.store(later + rows, mine, mask=real)
         barrier(waiting)

@@ -4,6 +4,8 @@ Every kernel is one launch. W, G, H (b, n, n) row-major float32; pairs (b, ⌈n/
 row, where n is odd, names the resting axis twice.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -66,6 +68,31 @@ def mix_rows(M, i, j, n, ii, ij, ji, jj, BLOCK: tl.constexpr):
         tl.store(at_j, ji * x + jj * y, mask=inside)
 
 
+@triton.jit
+def chosen_pair(pairs, item, items, n, seed, t, stream, DRAW: tl.constexpr, BITS: tl.constexpr):
+    """The pair of an item, read or drawn; what is drawn is written down for the second half."""
+    if DRAW:
+        key = stream_key(0 * t + seed, t, stream + item // items)
+        i, j = drawn_pair(item % items, n, key, BITS)
+        tl.store(pairs + 2 * item, i)
+        tl.store(pairs + 2 * item + 1, j)
+    else:
+        i = tl.load(pairs + 2 * item)
+        j = tl.load(pairs + 2 * item + 1)
+    return i, j
+
+
+@triton.jit
+def turned(theta, ii, ij, jj):
+    """cosθ, sinθ, and the 2×2 turn after (3I − Gram)/2, which undoes the rounding of the pair."""
+    c = tl.cos(theta)
+    s = tl.sin(theta)
+    x = 1.5 - 0.5 * ii
+    y = 1.5 - 0.5 * jj
+    z = -0.5 * ij
+    return c, s, c * x + s * z, c * z + s * y, c * z - s * x, c * y - s * z
+
+
 @triton.jit(do_not_specialize=["seed", "stream", "lr"])
 def descend_kernel(
     W,
@@ -89,16 +116,19 @@ def descend_kernel(
     SKIP: tl.constexpr,
     RATE_ON_DEVICE: tl.constexpr,
     SIGN: tl.constexpr,
-    BETA1: tl.constexpr,
     BETA2: tl.constexpr,
+    LOG_BETA1: tl.constexpr,
+    LOG_BETA2: tl.constexpr,
     STACK: tl.constexpr,
+    HELD: tl.constexpr,
     BLOCK: tl.constexpr,
     ALL: tl.constexpr,
     BITS: tl.constexpr,
 ):
     """Derivatives of the chosen planes, then, once all are known, angles and turns.
 
-    sums holds, for every pair, A_ij; then what the turn needs of it; then the scales so far.
+    sums holds, for every pair, A_ij; then what the turn needs of it; then the scales so far. With
+    HELD every program has one pair, and keeps its rows in registers in between.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -106,96 +136,121 @@ def descend_kernel(
     total = batch * items
     details = sums + total
     old_scales = details + 4 * total
+    columns = tl.arange(0, BLOCK)
     t = tl.load(step) + 1
-    for item in range(pid, total, programs):
-        b = item // items
-        base = b.to(tl.int64) * n * n
-        if DRAW:
-            key = stream_key(0 * t + seed, t, stream + b)
-            i, j = drawn_pair(item % items, n, key, BITS)
-            tl.store(pairs + 2 * item, i)
-            tl.store(pairs + 2 * item + 1, j)
-        else:
-            i = tl.load(pairs + 2 * item)
-            j = tl.load(pairs + 2 * item + 1)
-        a = 0.0
-        m = 0.0
-        ii = 0.0
-        ij = 0.0
-        jj = 0.0
-        for start in range(0, n, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = columns < n
-            at_i = base + i.to(tl.int64) * n + columns
-            at_j = base + j.to(tl.int64) * n + columns
-            wi = tl.load(W + at_i, mask=inside, other=0.0, eviction_policy="evict_last")
-            wj = tl.load(W + at_j, mask=inside, other=0.0, eviction_policy="evict_last")
-            gi = tl.load(G + at_i, mask=inside, other=0.0, eviction_policy="evict_first")
-            gj = tl.load(G + at_j, mask=inside, other=0.0, eviction_policy="evict_first")
-            a += tl.sum(gi * wj - wi * gj)
-            ii += tl.sum(wi * wi)
-            ij += tl.sum(wi * wj)
-            jj += tl.sum(wj * wj)
-            if MOMENTUM:
-                hi = tl.load(H + at_i, mask=inside, other=0.0)
-                hj = tl.load(H + at_j, mask=inside, other=0.0)
-                m += tl.sum(hi * wj - wi * hj)
-        tl.store(sums + item, a)
+    if HELD:
+        i, j = chosen_pair(pairs, pid, items, n, seed, t, stream, DRAW, BITS)
+        base = (pid // items).to(tl.int64) * n * n
+        at_i = base + i.to(tl.int64) * n + columns
+        at_j = base + j.to(tl.int64) * n + columns
+        inside = columns < n
+        wi = tl.load(W + at_i, mask=inside, other=0.0)
+        wj = tl.load(W + at_j, mask=inside, other=0.0)
+        gi = tl.load(G + at_i, mask=inside, other=0.0)
+        gj = tl.load(G + at_j, mask=inside, other=0.0)
+        a = tl.sum(gi * wj - wi * gj)
+        ii = tl.sum(wi * wi)
+        ij = tl.sum(wi * wj)
+        jj = tl.sum(wj * wj)
+        m = a
         if MOMENTUM:
-            tl.store(details + 4 * item, m)
-        else:
-            tl.store(details + 4 * item, a)
-        tl.store(details + 4 * item + 1, ii)
-        tl.store(details + 4 * item + 2, ij)
-        tl.store(details + 4 * item + 3, jj)
+            hi = tl.load(H + at_i, mask=inside, other=0.0)
+            hj = tl.load(H + at_j, mask=inside, other=0.0)
+            m = tl.sum(hi * wj - wi * hj)
+        tl.store(sums + pid, a)
         if ADAPT > 0:
-            if item % items == 0:
-                tl.store(old_scales + b, tl.load(scale + b))
+            if pid % items == 0:
+                tl.store(old_scales + pid // items, tl.load(scale + pid // items))
+    else:
+        for item in range(pid, total, programs):
+            b = item // items
+            base = b.to(tl.int64) * n * n
+            i, j = chosen_pair(pairs, item, items, n, seed, t, stream, DRAW, BITS)
+            a = 0.0
+            m = 0.0
+            ii = 0.0
+            ij = 0.0
+            jj = 0.0
+            for start in range(0, n, BLOCK):
+                at_i = base + i.to(tl.int64) * n + start + columns
+                at_j = base + j.to(tl.int64) * n + start + columns
+                inside = start + columns < n
+                wi = tl.load(W + at_i, mask=inside, other=0.0, eviction_policy="evict_last")
+                wj = tl.load(W + at_j, mask=inside, other=0.0, eviction_policy="evict_last")
+                gi = tl.load(G + at_i, mask=inside, other=0.0, eviction_policy="evict_first")
+                gj = tl.load(G + at_j, mask=inside, other=0.0, eviction_policy="evict_first")
+                a += tl.sum(gi * wj - wi * gj)
+                ii += tl.sum(wi * wi)
+                ij += tl.sum(wi * wj)
+                jj += tl.sum(wj * wj)
+                if MOMENTUM:
+                    hi = tl.load(H + at_i, mask=inside, other=0.0)
+                    hj = tl.load(H + at_j, mask=inside, other=0.0)
+                    m += tl.sum(hi * wj - wi * hj)
+            tl.store(sums + item, a)
+            if MOMENTUM:
+                tl.store(details + 4 * item, m)
+            else:
+                tl.store(details + 4 * item, a)
+            tl.store(details + 4 * item + 1, ii)
+            tl.store(details + 4 * item + 2, ij)
+            tl.store(details + 4 * item + 3, jj)
+            if ADAPT > 0:
+                if item % items == 0:
+                    tl.store(old_scales + b, tl.load(scale + b))
     good = t > 0
     if SKIP:
         good = good & (tl.load(skip) == 0)
-    barrier(waiting)
-
-    for b in range(0, batch):
-        good = good & (mean_square(sums, b, items, n, ALL) < float("inf"))
     steps = t.to(tl.float64)
     rate = 0.0 * steps + SIGN * (tl.load(lr) if RATE_ON_DEVICE else lr)
     if ADAPT == 0:
         rate = rate * 0.7071067811865476
     if ADAPT == 1:
-        rate = rate * tl.sqrt(1 - tl.exp(steps * tl.log(0.0 * steps + BETA2)))
-        if BETA1 > 0:
-            rate = rate / (1 - tl.exp(steps * tl.log(0.0 * steps + BETA1)))
+        rate = rate * tl.sqrt(1 - tl.exp(steps * LOG_BETA2))
+        if MOMENTUM:
+            rate = rate / (1 - tl.exp(steps * LOG_BETA1))
+    barrier(waiting)
+
+    for b in range(0, batch):
+        good = good & (mean_square(sums, b, items, n, ALL) < float("inf"))
     if good:
         angle = rate
         if ADAPT > 0 and not STACK:
             now = new_scale(sums, old_scales, 0, items, n, BETA2, ADAPT, ALL)
             angle = tl.where(now > 0, rate / now, 0.0)
-        last = (total - 1 - pid) // programs
-        for back in range(0, last + 1):
-            # Backwards: the rows read last are still in the cache.
-            item = pid + (last - back) * programs
-            b = item // items
-            if item % items < n // 2:
+        if HELD:
+            if pid % items < n // 2:
                 if ADAPT > 0 and STACK:
-                    now = new_scale(sums, old_scales, b, items, n, BETA2, ADAPT, ALL)
+                    now = new_scale(sums, old_scales, pid // items, items, n, BETA2, ADAPT, ALL)
                     angle = tl.where(now > 0, rate / now, 0.0)
-                detail = details + 4 * item
-                theta = (angle * tl.load(detail)).to(tl.float32)
-                ii = 1.5 - 0.5 * tl.load(detail + 1)
-                ij = -0.5 * tl.load(detail + 2)
-                jj = 1.5 - 0.5 * tl.load(detail + 3)
-                c = tl.cos(theta)
-                s = tl.sin(theta)
-                i = tl.load(pairs + 2 * item)
-                j = tl.load(pairs + 2 * item + 1)
-                at = W + b.to(tl.int64) * n * n
-                # The turn after (3I − Gram)/2, which undoes the rounding of this pair.
-                turn_i = c * ii + s * ij
-                turn_j = c * jj - s * ij
-                mix_rows(at, i, j, n, turn_i, c * ij + s * jj, c * ij - s * ii, turn_j, BLOCK)
+                c, s, x, y, z, w = turned((angle * m).to(tl.float32), ii, ij, jj)
+                tl.store(W + at_i, x * wi + y * wj, mask=inside)
+                tl.store(W + at_j, z * wi + w * wj, mask=inside)
                 if MOMENTUM:
-                    mix_rows(H + b.to(tl.int64) * n * n, i, j, n, c, s, -s, c, BLOCK)
+                    tl.store(H + at_i, c * hi + s * hj, mask=inside)
+                    tl.store(H + at_j, c * hj - s * hi, mask=inside)
+        else:
+            last = (total - 1 - pid) // programs
+            for back in range(0, last + 1):
+                # Backwards: the rows read last are still in the cache.
+                item = pid + (last - back) * programs
+                b = item // items
+                if item % items < n // 2:
+                    if ADAPT > 0 and STACK:
+                        now = new_scale(sums, old_scales, b, items, n, BETA2, ADAPT, ALL)
+                        angle = tl.where(now > 0, rate / now, 0.0)
+                    i = tl.load(pairs + 2 * item)
+                    j = tl.load(pairs + 2 * item + 1)
+                    detail = details + 4 * item
+                    theta = (angle * tl.load(detail)).to(tl.float32)
+                    ii = tl.load(detail + 1)
+                    ij = tl.load(detail + 2)
+                    jj = tl.load(detail + 3)
+                    c, s, x, y, z, w = turned(theta, ii, ij, jj)
+                    base = b.to(tl.int64) * n * n
+                    mix_rows(W + base, i, j, n, x, y, z, w, BLOCK)
+                    if MOMENTUM:
+                        mix_rows(H + base, i, j, n, c, s, -s, c, BLOCK)
         if pid == 0:
             tl.store(step, t)
             if ADAPT > 0:
@@ -205,7 +260,7 @@ def descend_kernel(
         if not DRAW:
             if t % TIDY == 0:
                 # Rows that the chosen planes never bring together are tidied on a random pairing.
-                barrier(waiting)
+                barrier(waiting, FENCE=True)
                 for item in range(pid, total, programs):
                     b = item // items
                     if item % items < n // 2:
@@ -271,6 +326,10 @@ def blend_kernel(H, G, flags, skip, found_inf, waiting, size, WEIGHT, SKIP: tl.c
             tl.store(H + at, h + WEIGHT * (g - h), mask=at < size)
 
 
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
+
+
 class Turner:
     """The buffers of one matrix or stack on its device, and the launches that use them."""
 
@@ -278,7 +337,9 @@ class Turner:
         device, n = W.device, W.shape[-1]
         self.batch = W.numel() // n**2
         self.items = (n + 1) // 2
-        self.programs = programs_at_once(device, 2, self.batch * self.items)
+        self.warps = 1 if n <= 256 else 2 if n <= 512 else 4 if n <= 1024 else 8
+        self.programs = programs_at_once(device, 4 if n <= 1024 else 2, self.batch * self.items)
+        self.held = self.programs == self.batch * self.items and n <= WIDEST
         self.pairs = torch.empty(self.batch, self.items, 2, dtype=torch.int32, device=device)
         self.sums = torch.empty(self.batch * (5 * self.items + 1), device=device)
         self.flags = torch.empty(self.programs, device=device)
@@ -328,7 +389,8 @@ class Turner:
             DRAW=draw, MOMENTUM=H is not None, SKIP=skip is not None,
             ADAPT={None: 0, "adam": 1, "adagrad": 2}[adapt],
             RATE_ON_DEVICE=isinstance(lr, Tensor), SIGN=1 if maximize else -1,
-            BETA1=betas[0], BETA2=betas[1], STACK=self.batch > 1,
+            BETA2=betas[1], LOG_BETA1=_log(betas[0]), LOG_BETA2=_log(betas[1]),
+            STACK=self.batch > 1, HELD=self.held,
             BLOCK=min(triton.next_power_of_2(n), WIDEST), ALL=triton.next_power_of_2(self.items),
-            BITS=shuffle_bits(n), num_warps=4 if n <= 1024 else 8,
+            BITS=shuffle_bits(n), num_warps=self.warps,
         )  # fmt: skip
