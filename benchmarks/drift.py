@@ -55,13 +55,14 @@ def main() -> None:
     """Run, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", default="64:1000000,512:100000", help="n:steps, by commas")
+    parser.add_argument("--pairings", default="random,fixed,greedy")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     rows = []
     for run in arguments.runs.split(","):
         n, steps = map(int, run.split(":"))
-        for pairing in ("random", "fixed", "greedy"):
+        for pairing in arguments.pairings.split(","):
             rows.append(drift(pairing, n, steps))
             print(rows[-1], flush=True)
             if arguments.json:

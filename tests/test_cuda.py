@@ -89,6 +89,33 @@ def test_greedy_equals_sorting(n, make):
         assert pairs[0, -1].tolist() == [*rests] * 2
 
 
+@pytest.mark.parametrize("n", [*SIZES, 2048])
+def test_magnitudes_and_what_greedy_loses_by_tf32(n):
+    """Symmetric to the last bit; the planes chosen from TF32 have the weight of the exact ones."""
+    from givens.kernels.matching import Matcher
+
+    W, H = givens.random_rotation(n).cuda(), torch.randn(n, n, device="cuda")
+    matcher = Matcher(W)
+    matcher.product.fill_(float("nan"))
+    found = matcher.magnitudes(H[None], W[None])[0].fill_diagonal_(0)
+    assert torch.equal(found, found.T)
+    A = H.double() @ W.double().T
+    A = A - A.T
+    torch.testing.assert_close(found.double(), A.abs(), rtol=0, atol=5e-3 * float(A.std() + 1))
+    chosen = givens.greedy_pairs(found.cpu())
+    best = givens.greedy_pairs(A.cpu())
+    assert oracles.weight(A.cpu(), chosen) > 0.998 * oracles.weight(A.cpu(), best)
+
+
+def test_products_of_the_user_keep_their_precision():
+    """The step's TF32 must not leak into torch's own products."""
+    W = parameter(256)
+    W.grad = gradients(W, 1)[0]
+    givens.GCD([W]).step()
+    x = torch.randn(256, 256, device="cuda")
+    assert float((x @ x - x.double() @ x.double()).abs().max()) < 1e-3
+
+
 @pytest.mark.parametrize("pairing", ["random", "greedy"])
 @pytest.mark.parametrize("n", [33, 256])
 def test_graph_replays_are_steps(n, pairing):

@@ -6,9 +6,6 @@ half of the axes are matched in each round, and once few enough are free one pro
 in registers.
 """
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -155,40 +152,45 @@ def match_kernel(
 
 
 @triton.jit
-def magnitudes_kernel(P, n, SIDE: tl.constexpr):
-    """P ← |P − Pᵀ| in place, two mirrored tiles to a program; NaN becomes 0, so that it ends."""
+def magnitudes_kernel(H, W, S, n, SIDE: tl.constexpr, DEPTH: tl.constexpr):
+    """S ← |H Wᵀ − W Hᵀ|, two mirrored tiles to a program, products in TF32.
+
+    NaN becomes 0, so that matching ends; the derivatives of the chosen planes will find it.
+    """
     r = tl.program_id(0)
     c = tl.program_id(1)
     if r <= c:
-        P += tl.program_id(2).to(tl.int64) * n * n
+        base = tl.program_id(2).to(tl.int64) * n * n
         rows = r * SIDE + tl.arange(0, SIDE)
         columns = c * SIDE + tl.arange(0, SIDE)
-        here = P + rows[:, None].to(tl.int64) * n + columns[None, :]
-        there = P + columns[:, None].to(tl.int64) * n + rows[None, :]
-        here_in = (rows < n)[:, None] & (columns < n)[None, :]
-        there_in = (columns < n)[:, None] & (rows < n)[None, :]
-        x = tl.load(here, mask=here_in, other=0.0)
-        y = tl.load(there, mask=there_in, other=0.0)
-        a = tl.abs(x - tl.trans(y))
+        depth = tl.arange(0, DEPTH)
+        at_rows = base + rows[:, None].to(tl.int64) * n + depth[None, :]
+        at_columns = base + columns[:, None].to(tl.int64) * n + depth[None, :]
+        plus = tl.zeros((SIDE, SIDE), tl.float32)
+        minus = tl.zeros((SIDE, SIDE), tl.float32)
+        for start in range(0, n, DEPTH):
+            deep = (start + depth < n)[None, :]
+            here = (rows < n)[:, None] & deep
+            there = (columns < n)[:, None] & deep
+            h_here = tl.load(H + at_rows + start, mask=here, other=0.0)
+            w_there = tl.load(W + at_columns + start, mask=there, other=0.0)
+            plus = tl.dot(h_here, tl.trans(w_there), plus, input_precision="tf32")
+            w_here = tl.load(W + at_rows + start, mask=here, other=0.0)
+            h_there = tl.load(H + at_columns + start, mask=there, other=0.0)
+            minus = tl.dot(w_here, tl.trans(h_there), minus, input_precision="tf32")
+        a = tl.abs(plus - minus)
         a = tl.where(a == a, a, 0.0)
-        tl.debug_barrier()
-        tl.store(here, a, mask=here_in)
-        tl.store(there, tl.trans(a), mask=there_in)
-
-
-@contextlib.contextmanager
-def tf32() -> Iterator[None]:
-    """Let float32 products use the tensor cores' shorter mantissa."""
-    matmul = torch.backends.cuda.matmul
-    name, value = (
-        ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
-    )
-    before = getattr(matmul, name)
-    setattr(matmul, name, value)
-    try:
-        yield
-    finally:
-        setattr(matmul, name, before)
+        at = base + rows[:, None].to(tl.int64) * n + columns[None, :]
+        mirrored = base + columns[:, None].to(tl.int64) * n + rows[None, :]
+        if r < c:
+            tl.store(S + at, a, mask=(rows < n)[:, None] & (columns < n)[None, :])
+            tl.store(S + mirrored, tl.trans(a), mask=(columns < n)[:, None] & (rows < n)[None, :])
+        else:
+            # On the diagonal the two halves may differ in the last bit; the upper one is kept.
+            upper = rows[:, None] < columns[None, :]
+            valid = (rows < n)[:, None] & (columns < n)[None, :]
+            tl.store(S + at, a, mask=valid & upper)
+            tl.store(S + mirrored, tl.trans(a), mask=tl.trans(valid & upper))
 
 
 class Matcher:
@@ -201,7 +203,7 @@ class Matcher:
         self.product = torch.empty(batch, n, n, device=device)
         self.small = n <= TILE
         self.block = triton.next_power_of_2(n)
-        self.rows = max(1, min(4, 8192 // self.block))
+        self.rows = max(1, min(8, 8192 // self.block))
         self.programs = programs_at_once(device, 1, triton.cdiv(n, self.rows))
         self.best = torch.empty(2, n, dtype=torch.int32, device=device)
         self.listed = torch.empty(TILE, dtype=torch.int32, device=device)
@@ -210,10 +212,11 @@ class Matcher:
 
     def magnitudes(self, H: Tensor, W: Tensor) -> Tensor:
         """|H Wᵀ − W Hᵀ|, up to TF32, in a buffer that the next call overwrites."""
-        with tf32():
-            torch.matmul(H, W.mT, out=self.product)
-        side = triton.cdiv(self.n, 32)
-        magnitudes_kernel[(side, side, self.batch)](self.product, self.n, SIDE=32)
+        side, depth = (64, 64) if self.n <= 512 else (64, 32) if self.n <= 1024 else (128, 32)
+        tiles = triton.cdiv(self.n, side)
+        magnitudes_kernel[(tiles, tiles, self.batch)](
+            H, W, self.product, self.n, SIDE=side, DEPTH=depth, num_warps=4 if side < 128 else 8
+        )
         return self.product
 
     def greedy(self, S: Tensor, pairs: Tensor) -> None:
