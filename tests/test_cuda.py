@@ -204,6 +204,23 @@ def test_grad_scaler_skips_on_the_device():
     assert int(optimizer.state[W]["step"]) == 2
 
 
+def test_state_moves_between_cpu_and_gpu():
+    V = nn.Parameter(parameter(16).detach().cpu())
+    here = givens.GCD([V], 0.02)
+    for G in gradients(parameter(16), 5):
+        V.grad = G.cpu()
+        here.step()
+    W = nn.Parameter(V.detach().cuda())
+    there = givens.GCD([W], 0.02)
+    there.load_state_dict(here.state_dict())
+    V.grad = gradients(V, 1)[0].cpu()
+    W.grad = V.grad.cuda()
+    here.step()
+    there.step()
+    assert int(there.state[W]["step"]) == 6
+    torch.testing.assert_close(W.detach().cpu(), V.detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_rounding_does_not_build_up():
     for pairing in ("random", "greedy"):
         W = parameter(64)

@@ -149,6 +149,21 @@ def test_resumed_run_goes_on_bit_for_bit(pairing, adapt):
     assert torch.equal(W, U)
 
 
+def test_state_of_a_gpu_goes_on_here():
+    """There the step is a tensor, and steps that were skipped are counted."""
+    W, V = parameter(6), parameter(6)
+    first, second = givens.GCD([W], 0.05), givens.GCD([V], 0.05)
+    descend(W, first, 3)
+    saved = copy.deepcopy(first.state_dict())
+    saved["state"][0] |= {"step": torch.tensor(3), "skipped": torch.tensor(1)}
+    with torch.no_grad():
+        V.copy_(W)
+    second.load_state_dict(saved)
+    descend(W, first, 3)
+    descend(V, second, 3)
+    assert torch.equal(W, V)
+
+
 def test_groups_take_their_own_options_and_schedulers_their_lr():
     W, V = parameter(6), parameter(6)
     groups = [{"params": [W]}, {"params": [V], "lr": 0.0, "pairing": "random"}]

@@ -93,6 +93,12 @@ class GCD(Optimizer):
             self.param_groups.pop()
             raise
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Go on from a state that may have been saved on another device."""
+        super().__setstate__(state)
+        for W, saved in self.state.items():
+            _place_step(saved, W)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Turn every matrix that has a gradient; where a gradient is not finite, turn none.
 
@@ -321,16 +327,22 @@ def _choose_pairs(W: Tensor, H: Tensor, group: dict[str, Any], t: int, stream: i
 
 
 def _start(state: dict[str, Any], W: Tensor, group: dict[str, Any]) -> None:
-    if W.is_cuda:
-        # On the device, so that nothing waits and a replayed CUDA graph counts on.
-        state["step"] = torch.zeros((), dtype=torch.int64, device=W.device)
-        state["skipped"] = torch.zeros((), dtype=torch.int32, device=W.device)
-    else:
-        state["step"] = 0
+    _place_step(state, W)
     if group["adapt"]:
         state["scale"] = W.new_zeros(1 if W.ndim == 2 else len(W), requires_grad=False)
     if _betas(group)[0]:
         state["momentum"] = torch.zeros_like(W, memory_format=torch.contiguous_format)
+
+
+def _place_step(state: dict[str, Any], W: Tensor) -> None:
+    """Count on the device, so that nothing waits and a replayed CUDA graph counts on."""
+    step = int(state.get("step", 0))
+    if W.is_cuda:
+        state["step"] = torch.tensor(step, dtype=torch.int64, device=W.device)
+        state["skipped"] = torch.zeros((), dtype=torch.int32, device=W.device)
+    else:
+        state["step"] = step
+        state.pop("skipped", None)
 
 
 def _betas(group: dict[str, Any]) -> tuple[float, float]:
