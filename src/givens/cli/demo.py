@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from givens.baselines import Method, optimizer_for
 from givens.rotation import Rotation, orthogonality_error, project, random_rotation
@@ -22,7 +23,7 @@ METHODS: tuple[Method, ...] = (
     "penalty",
     "frozen",
 )
-RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 EXAMPLES, BATCH, NOISE = 8192, 256, 0.5
 
 
@@ -116,7 +117,10 @@ def _learn(
         spent += time.perf_counter() - began
         gradient = 2 * x[rows].T @ (x[rows] @ R.detach() - y[rows]) / BATCH
         began = time.perf_counter()
-        torch.autograd.backward(R, gradient)
+        if parametrize.is_parametrized(rotation):
+            torch.autograd.backward(R, gradient)
+        else:
+            rotation.weight.grad = gradient.T.contiguous()
         optimizer.step()
         spent += time.perf_counter() - began
         schedule.step()
