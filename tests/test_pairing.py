@@ -132,6 +132,16 @@ def test_greedy_can_fall_below_the_mean_of_random():
     assert oracles.weight(A, givens.steepest_pairs(A, exact=False)) == pytest.approx(2)
 
 
+@pytest.mark.parametrize("factor", [1e-38, 1e-30, 1e30])
+@pytest.mark.parametrize("exact", [True, False])
+def test_steepest_does_not_depend_on_the_scale(factor, exact):
+    """Squares of such weights vanish or overflow in float32."""
+    A = oracles.skew(20)
+    expected = oracles.weight(A, givens.steepest_pairs(A, exact=exact))
+    found = givens.steepest_pairs(A * factor, exact=exact)
+    assert oracles.weight(A, found) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(("n", "seeds"), [(64, 8), (65, 4), (128, 5), (256, 3), (512, 2)])
 def test_approximate_steepest_closes_the_gap(n, seeds):
     """At least half of greedy's gap to the exact weight on each matrix, and 0.8 on average."""

@@ -85,10 +85,10 @@ def matched_pairs(
         return torch.stack([matched_pairs(m, steepest=steepest, exact=exact) for m in magnitudes])
     if not steepest:
         partner = _locally_dominant(magnitudes)
-    elif exact:
-        partner = _blossom(magnitudes)
     else:
-        partner = _believed(magnitudes)
+        # Scaled, so that squares neither vanish nor overflow.
+        magnitudes = magnitudes / magnitudes.amax().clamp_min(torch.finfo(magnitudes.dtype).tiny)
+        partner = _blossom(magnitudes) if exact else _believed(magnitudes)
     axes = torch.arange(len(magnitudes), device=magnitudes.device)
     i = torch.nonzero(partner > axes).squeeze(1)
     return torch.stack([i, partner[i]], dim=-1)
@@ -126,8 +126,8 @@ def _sortable(weights: Tensor, signed: bool) -> Tensor:
     return keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1)) if signed else keys
 
 
-def _blossom(A: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
-    """The exact maximum of Σ A_ij² over matchings; weights become integers, which is exact enough.
+def _blossom(magnitudes: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
+    """The exact maximum of Σ A_ij² over matchings, the magnitudes being at most 1.
 
     Integer weights keep the duals of the blossom algorithm exact; 2⁵⁰ steps leave an error of
     n·2⁻⁵¹ of the largest weight.
@@ -139,15 +139,14 @@ def _blossom(A: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
             "the exact steepest pairing needs rustworkx: pip install rustworkx, or use exact=False"
         ) from error
 
-    weights = A.detach().double().square().cpu()
-    weights = (weights / weights.max().clamp_min(torch.finfo().tiny) * 2**50).round()
+    weights = (magnitudes.double().square().cpu() * 2**50).round()
     weights.fill_diagonal_(-1)
     graph = rustworkx.PyGraph.from_adjacency_matrix(weights.numpy(), null_value=-1.0)
     matching = rustworkx.max_weight_matching(graph, max_cardinality=True, weight_fn=int)
-    partner = torch.full((len(A),), -1)
+    partner = torch.full((len(magnitudes),), -1)
     for i, j in matching:
         partner[i], partner[j] = j, i
-    return partner.to(A.device)
+    return partner.to(magnitudes.device)
 
 
 def _believed(magnitudes: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
