@@ -47,6 +47,8 @@ def demo(
 
     if dim < 2 or steps < 1:
         raise ValueError(f"--dim must be at least 2 and --steps 1, but got {dim} and {steps}")
+    # Before the work, not after it: a missing package, or a folder that cannot be written.
+    pyplot = _pyplot()
     output.mkdir(parents=True, exist_ok=True)
     x, y, best = _examples(dim, seed)
     rows = []
@@ -75,7 +77,7 @@ def demo(
     console = Console()
     console.print(table)
     (output / "convergence.json").write_text(json.dumps(rows, indent=1) + "\n")
-    _plot(rows, output / "convergence.png")
+    _plot(pyplot, rows, output / "convergence.png")
     console.print(
         "Excess loss: what is left between the start (100 %) and the optimum by SVD on all data "
         f"(0 %).\nWritten: {output}/convergence.png, {output}/convergence.json"
@@ -142,7 +144,7 @@ def _learn(
     }
 
 
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
@@ -151,6 +153,10 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def _plot(pyplot: Any, rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     for row in rows:
         style = "-" if row["method"].startswith("gcd") else "--"
