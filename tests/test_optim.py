@@ -200,6 +200,19 @@ def test_hooks_and_profiler_are_told():
     assert "Optimizer.step#GCD.step" in {event.key for event in profile.key_averages()}
 
 
+@pytest.mark.parametrize("adapt", ADAPTS)
+@pytest.mark.parametrize("pairing", ["random", "greedy"])
+def test_scheduler_that_cycles_the_momentum(pairing, adapt):
+    W = parameter(6)
+    optimizer = givens.GCD([W], 0.01, pairing=pairing, adapt=adapt)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+    for _ in range(12):
+        descend(W, optimizer, 1)
+        schedule.step() if schedule.last_epoch < 11 else None
+    assert givens.orthogonality_error(W) < 1e-12
+    assert ("momentum" in optimizer.state[W]) == (adapt == "adam")
+
+
 def test_tensor_lr_is_read_at_every_step(backend):
     results = []
     for lr in (0.05, torch.tensor(0.05, dtype=torch.float64)):
@@ -294,6 +307,28 @@ def test_model_around_it_can_be_compiled(unchecked):
             (model(x) - y).square().mean().backward()
             optimizer.step()
     torch.testing.assert_close(rotation.weight, twin.weight)
+
+
+def test_training_step_with_it_can_be_compiled(unchecked):
+    x = torch.randn(32, 8)
+    y = x @ givens.random_rotation(8, seed=1)
+    results = []
+    for whole in (False, True):
+        rotation = givens.Rotation(8)
+        optimizer = givens.GCD(rotation.parameters(), 0.05)
+
+        def train(rotation=rotation, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = (rotation(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+
+        step = torch.compile(train, backend="aot_eager") if whole else train
+        for _ in range(5):
+            step()
+        results.append(rotation.weight.detach())
+    torch.testing.assert_close(*results)
+    assert not torch.equal(results[0], torch.eye(8))
 
 
 @pytest.mark.parametrize("det", [1, -1])

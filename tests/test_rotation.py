@@ -69,6 +69,14 @@ def test_rotate_pairs_takes_stacks(backend):
     torch.testing.assert_close(givens.rotate_pairs_(R.clone(), pairs, theta), torch.stack(expected))
 
 
+def test_rotate_pairs_takes_parameters(backend):
+    rotation = givens.Rotation(4, dtype=torch.float64)
+    pairs = givens.random_pairs(4)
+    theta = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+    givens.rotate_pairs_(rotation.matrix, pairs, theta)
+    torch.testing.assert_close(rotation.matrix.detach(), oracles.product(4, pairs, theta.detach()))
+
+
 def test_autograd_notices_an_in_place_turn():
     """A compiled loop writes behind autograd's back, and must say so."""
     R = torch.eye(4, requires_grad=True)

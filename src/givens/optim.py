@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -104,6 +105,8 @@ class GCD(Optimizer):
 
         On a CPU that is an error. A device is not waited for: there the step does nothing.
         """
+        if torch.compiler.is_compiling():
+            return _untraced_step(self, closure)
         # torch wraps every `step` to tell its profiler and hooks, which costs a fifth of a step of
         # GCD-R at n = 512. It is done here only where there is somebody to tell.
         if (
@@ -142,11 +145,10 @@ class GCD(Optimizer):
                 check_gradient(W, G)
         for W, G, group, stream in work:
             state = self.state[W]
-            if not state:
-                _start(state, W, group)
+            _start(state, W, group)
             backend = kernels.choose(W)
             if backend == "numba":
-                step_compiled_(W, G.contiguous(), state, group, stream)
+                step_compiled_(W, G.contiguous(), state, group, stream, self._workspaces)
             elif backend == "triton" and not group["pairing"].startswith("overlapping"):
                 step_fused_(W, G, state, group, stream, found_inf, self._workspaces)
             else:
@@ -155,11 +157,17 @@ class GCD(Optimizer):
 
     @functools.cached_property
     def _workspaces(self) -> dict[Tensor, Any]:
-        """Buffers on a device, by matrix; no part of the state."""
+        """Buffers by matrix, made once: fresh pages cost a CPU half as much as the product."""
         return {}
 
 
 _told_step = Optimizer.profile_hook_step(GCD._step)
+
+
+@_disable_dynamo
+def _untraced_step(optimizer: GCD, closure: Callable[[], Any] | None) -> Any:
+    """In a compiled training step: `torch.compile` would try to trace the compiled loops."""
+    return _told_step(optimizer, closure)
 
 
 @torch.no_grad()
@@ -211,7 +219,12 @@ def step_(
 
 
 def step_compiled_(
-    W: Tensor, G: Tensor, state: dict[str, Any], group: dict[str, Any], stream: int
+    W: Tensor,
+    G: Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    stream: int,
+    workspaces: dict[Tensor, Any],
 ) -> None:
     """`step_` on a CPU: the same, its loops compiled."""
     from givens.kernels import compiled
@@ -226,7 +239,10 @@ def step_compiled_(
     if draw:
         pairs = np.empty((b, n // 2, 2), np.int64)
     else:
-        pairs = _choose_pairs(_stack(W.detach()), _stack(H), group, t, stream).numpy()
+        if W not in workspaces:
+            workspaces[W] = W.new_empty(b, n, n)
+        product = workspaces[W]
+        pairs = _choose_pairs(_stack(W.detach()), _stack(H), group, t, stream, product).numpy()
 
     rows = W.detach().contiguous()
     w, g = rows.numpy().reshape(b, n, n), G.numpy().reshape(b, n, n)
@@ -313,24 +329,33 @@ def plane_derivatives(W: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
     return (Gi * Wj - Wi * Gj).sum(dim=-1)
 
 
-def _choose_pairs(W: Tensor, H: Tensor, group: dict[str, Any], t: int, stream: int) -> Tensor:
+def _choose_pairs(
+    W: Tensor,
+    H: Tensor,
+    group: dict[str, Any],
+    t: int,
+    stream: int,
+    product: Tensor | None = None,
+) -> Tensor:
     """The planes to turn, (b, k, 2), from the skew derivatives H Wᵀ − W Hᵀ or from the seed."""
     name = group["pairing"]
     if name.endswith("random"):
         draw = pairing.overlapping_random_pairs if "-" in name else pairing.random_pairs
         drawn = [draw(W.shape[-1], group["seed"], step=t, stream=stream + b) for b in range(len(W))]
         return torch.stack(drawn).to(W.device)
-    magnitudes = skew_magnitudes(H @ W.mT)
+    magnitudes = skew_magnitudes(torch.matmul(H, W.mT, out=product))
     if name == "overlapping-greedy":
         return pairing.largest_pairs(magnitudes)
     return pairing.matched_pairs(magnitudes, steepest=name == "steepest", exact=group["exact"])
 
 
 def _start(state: dict[str, Any], W: Tensor, group: dict[str, Any]) -> None:
-    _place_step(state, W)
-    if group["adapt"]:
+    """Make what is missing of the state: all of it at first, or a momentum that was turned on."""
+    if "step" not in state:
+        _place_step(state, W)
+    if group["adapt"] and "scale" not in state:
         state["scale"] = W.new_zeros(1 if W.ndim == 2 else len(W), requires_grad=False)
-    if _betas(group)[0]:
+    if _betas(group)[0] and "momentum" not in state:
         state["momentum"] = torch.zeros_like(W, memory_format=torch.contiguous_format)
 
 
@@ -347,11 +372,8 @@ def _place_step(state: dict[str, Any], W: Tensor) -> None:
 
 def _betas(group: dict[str, Any]) -> tuple[float, float]:
     """Decay of the momentum and of the scale."""
-    if group["adapt"] != "adam":
-        return 0.0, 0.0
-    if group["betas"] is None:
-        return (0.0 if group["pairing"].endswith("random") else 0.9), 0.99
-    return tuple(group["betas"])
+    beta1, beta2 = group["betas"] if group["adapt"] == "adam" else (0.0, 0.0)
+    return beta1, beta2
 
 
 def _memory(group: dict[str, Any]) -> tuple[float, float]:
@@ -408,7 +430,10 @@ def _check_group(group: dict[str, Any]) -> None:
         raise ValueError(f"adapt must be one of {known} or None, but got {group['adapt']!r}")
     if not 0 <= float(group["lr"]) < float("inf"):
         raise ValueError(f"lr must be finite and not negative, but got lr={group['lr']}")
-    if group["betas"] is not None:
+    if group["betas"] is None:
+        # Set for each group by its own pairing, where schedulers that cycle the momentum look.
+        group["betas"] = (0.0 if group["pairing"].endswith("random") else 0.9, 0.99)
+    else:
         if group["adapt"] != "adam":
             raise ValueError(f"betas go with adapt='adam', but got adapt={group['adapt']!r}")
         if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):

@@ -112,7 +112,7 @@ def rotate_pairs_(
     if pairs.min() < 0 or pairs.max() >= n or (i == j).any():
         raise ValueError(f"pairs must be of two different axes in 0..{n - 1}, but got {pairs}")
     with torch.no_grad():
-        turn_rows_(R.mT, pairs, theta, disjoint=False)
+        turn_rows_(R.mT, pairs, theta.detach(), disjoint=False)
     return R
 
 
