@@ -397,8 +397,6 @@ def test_rounding_does_not_build_up(pairing):
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("n", [4, 5])
 def test_bad_gradient_leaves_everything_as_it_was(n, pairing, options, bad, backend):
-    if options.get("adapt", "adam") is None and "betas" in options:
-        pytest.skip("no momentum without adapt")
     for row, column in itertools.product(range(n), range(n)):
         W = parameter(n)
         optimizer = givens.GCD([W], pairing=pairing, **options)

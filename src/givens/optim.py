@@ -101,9 +101,10 @@ class GCD(Optimizer):
             _place_step(saved, W)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Turn every matrix that has a gradient; where a gradient is not finite, turn none.
+        """Turn every matrix that has a gradient.
 
-        On a CPU that is an error. A device is not waited for: there the step does nothing.
+        On a CPU a gradient that is not finite is an error, and no matrix is turned. A device is not
+        waited for: there the matrix with that gradient stays as it is, and state["skipped"] counts.
         """
         if torch.compiler.is_compiling():
             return _untraced_step(self, closure)
@@ -157,7 +158,7 @@ class GCD(Optimizer):
 
     @functools.cached_property
     def _workspaces(self) -> dict[Tensor, Any]:
-        """Buffers by matrix, made once: fresh pages cost a CPU half as much as the product."""
+        """Buffers by matrix, made once; no part of the state."""
         return {}
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from givens.kernels import TIDY_EVERY, TIDY_STREAM
+from givens.kernels import TIDY_EVERY, TIDY_STREAM, WIDEST
 from givens.kernels.grid import (
     barrier,
     counter,
@@ -24,7 +24,6 @@ from givens.kernels.grid import (
 
 TIDY = tl.constexpr(TIDY_EVERY)
 TIDY_FROM = tl.constexpr(TIDY_STREAM)
-WIDEST = 4096
 
 
 @triton.jit
