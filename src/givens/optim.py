@@ -150,14 +150,14 @@ class GCD(Optimizer):
             backend = kernels.choose(W)
             if backend == "numba":
                 step_compiled_(W, G.contiguous(), state, group, stream, self._workspaces)
-            elif backend == "triton" and not group["pairing"].startswith("overlapping"):
+            elif backend == "triton":
                 step_fused_(W, G, state, group, stream, found_inf, self._workspaces)
             else:
                 step_(W, G, state, group, stream, found_inf)
         return loss
 
     @functools.cached_property
-    def _workspaces(self) -> dict[Tensor, Any]:
+    def _workspaces(self) -> dict[Any, Any]:
         """Buffers by matrix, made once; no part of the state."""
         return {}
 
@@ -225,7 +225,7 @@ def step_compiled_(
     state: dict[str, Any],
     group: dict[str, Any],
     stream: int,
-    workspaces: dict[Tensor, Any],
+    workspaces: dict[Any, Any],
 ) -> None:
     """`step_` on a CPU: the same, its loops compiled."""
     from givens.kernels import compiled
@@ -267,7 +267,7 @@ def step_fused_(
     group: dict[str, Any],
     stream: int,
     found_inf: Tensor | None,
-    workspaces: dict[Tensor, Any],
+    workspaces: dict[Any, Any],
 ) -> None:
     """`step_` on a GPU: a launch or five, nothing that waits, safe in a CUDA graph.
 
@@ -281,25 +281,36 @@ def step_fused_(
     n = W.shape[-1]
     if n == 1:
         return
-    if W not in workspaces:
-        workspaces[W] = Turner(W), Matcher(W)
-    turner, matcher = workspaces[W]
+    if (W, Turner) not in workspaces:
+        workspaces[W, Turner] = Turner(W)
+    turner = workspaces[W, Turner]
     rows = W.detach().contiguous()
     G = G.contiguous()
     beta1, beta2 = _betas(group)
     H = state["momentum"] if beta1 else None
     skip = found_inf
+    draw = group["pairing"].endswith("random")
+    overlap = group["pairing"].startswith("overlapping")
     if H is not None:
         turner.blend(H, G, 1 - beta1, found_inf)
         skip = turner.skip
-    draw = group["pairing"] == "random"
+    elif overlap:
+        # These planes do not see every row.
+        wrong = ~G.isfinite().all()
+        skip = (wrong if found_inf is None else wrong | (found_inf != 0)).int()
     if not draw:
+        if (W, Matcher) not in workspaces:
+            workspaces[W, Matcher] = Matcher(W)
+        matcher = workspaces[W, Matcher]
         magnitudes = matcher.magnitudes(_stack(G if H is None else H), _stack(rows))
         if group["pairing"] == "greedy":
             matcher.greedy(magnitudes, turner.pairs)
+        elif overlap:
+            turner.take(pairing.largest_pairs(magnitudes))
+        elif not group["exact"]:
+            matcher.steepest(magnitudes, turner.pairs)
         else:
-            pairs = pairing.matched_pairs(magnitudes, steepest=True, exact=group["exact"])
-            turner.take(pairs)
+            turner.take(pairing.matched_pairs(magnitudes, steepest=True, exact=True))
     turner.descend(
         rows,
         G,
@@ -309,6 +320,7 @@ def step_fused_(
         group["lr"],
         state["skipped"],
         draw=draw,
+        overlap=overlap,
         skip=skip,
         adapt=group["adapt"],
         betas=(beta1, beta2),

@@ -23,8 +23,8 @@ SHUFFLE_BITS = 8
 TIDY_STREAM = 1 << 30
 TIDY_EVERY = 16
 
-# The widest matrix that the Triton kernels take: they hold whole rows in registers.
-WIDEST = 4096
+# The widest matrix that the Triton kernels take: a matching holds whole rows in registers.
+WIDEST = 16384
 
 _forced: Backend | None = None
 

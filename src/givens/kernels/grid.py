@@ -1,6 +1,7 @@
 """What the Triton kernels share: a barrier across the grid, the hash, the random pairing."""
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -15,17 +16,31 @@ STRIDE = tl.constexpr(GOLDEN)
 
 
 @triton.jit
-def barrier(counter, FENCE: tl.constexpr = False):
-    """Wait until every program of the grid is here; the counter only ever grows.
+def follow(EARLY: tl.constexpr):
+    """Wait for the kernel ahead, before which this one was started, and let the next one start."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def arrive(counter):
+    """Tell those at the `barrier` that what this program wrote before is there, without waiting."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def barrier(counter, members, FENCE: tl.constexpr = False):
+    """Wait until so many programs are here; the counter only ever grows.
 
     What others wrote before it may then be read past the first-level cache (".cg"), or in any way
     after a fence.
     """
-    programs = tl.num_programs(0)
-    if programs > 1:
+    if members > 1:
         tl.debug_barrier()
         ticket = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        goal = (ticket // programs + 1) * programs
+        goal = (ticket // members + 1) * members
         seen = ticket + 1
         while seen < goal:
             seen = tl.load(counter, volatile=True)
@@ -62,10 +77,10 @@ def stream_key(seed, step, stream):
 
 @triton.jit
 def permuted(x, size, key, BITS: tl.constexpr):
-    """The twin of `pairing._permute`, of one number."""
+    """The twin of `pairing._permute`, of a block of numbers."""
     x = shuffled(x.to(tl.uint32), key, BITS)
-    while x >= size:
-        x = shuffled(x, key, BITS)
+    while tl.max((x >= size).to(tl.int32), axis=0) > 0:
+        x = tl.where(x >= size, shuffled(x, key, BITS), x)
     return x.to(tl.int32)
 
 
@@ -94,19 +109,32 @@ def programs_at_once(device: torch.device, each: int, most: int) -> int:
 
 
 @functools.cache
+def _follows(device: torch.device) -> bool:
+    """Whether a kernel can be started before the one ahead of it has ended (from Hopper on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(
-    kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: torch.device,
+    *arguments: Any,
+    together: bool = True,
+    **options: Any,
 ) -> None:
-    """Start a kernel whose programs wait for each other, so they must all run at once."""
+    """Start a kernel; `together` if its programs wait for each other, so must all run at once."""
+    early = _follows(device)
     if device.type == "cuda":
-        options["launch_cooperative_grid"] = programs > 1
-    kernel[(programs,)](*arguments, **options)
+        options["launch_cooperative_grid"] = together and math.prod(grid) > 1
+        options["launch_pdl"] = early
+    kernel[grid](*arguments, **options, EARLY=early)
 
 
-def counter(device: torch.device) -> Tensor:
-    """A counter for `barrier`, for kernels of one grid size."""
-    return torch.zeros((), dtype=torch.int64, device=device)
+def counters(device: torch.device, groups: int = 1) -> Tensor:
+    """A counter for the `barrier` of each group, which must always have as many members."""
+    return torch.zeros(groups, dtype=torch.int64, device=device)
