@@ -33,7 +33,7 @@ TILE = 64
 # How many partners an item lists: more make fewer turns of the grid, but longer ones.
 LISTED = 8
 # Rounds of belief propagation before the one rounding, and of exchanges after it.
-BELIEFS = 14
+BELIEFS = 11
 EXCHANGES = 1
 
 # What the value of a pair of items is.

@@ -29,8 +29,6 @@ TIDY_FROM = tl.constexpr(TIDY_STREAM)
 WIDE = 4096
 # How many numbers of each of W, G and H, one row of every pair, a program keeps in registers.
 HELD = 4096
-# How much of W the second-level cache keeps, in bytes.
-KEPT = 30_000_000
 
 
 @triton.jit
@@ -144,7 +142,7 @@ def new_scale(mean, old, BETA2: tl.constexpr, ADAPT: tl.constexpr):
 @triton.jit
 def derive(
     W, G, H, pairs, words, details, scale, tag, item, items, n, total,
-    MOMENTUM: tl.constexpr, ADAPT: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+    MOMENTUM: tl.constexpr, ADAPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Tell A_ij of an item, and keep what its turn will need."""
     b = item // items
@@ -163,9 +161,8 @@ def derive(
         inside = columns < n
         at_i = (b * n + i).to(tl.int64) * n + columns
         at_j = (b * n + j).to(tl.int64) * n + columns
-        policy: tl.constexpr = "evict_last" if KEEP else "evict_first"
-        wi = tl.load(W + at_i, mask=inside, other=0.0, eviction_policy=policy)
-        wj = tl.load(W + at_j, mask=inside, other=0.0, eviction_policy=policy)
+        wi = tl.load(W + at_i, mask=inside, other=0.0, eviction_policy="evict_first")
+        wj = tl.load(W + at_j, mask=inside, other=0.0, eviction_policy="evict_first")
         gi = tl.load(G + at_i, mask=inside, other=0.0, eviction_policy="evict_first")
         gj = tl.load(G + at_j, mask=inside, other=0.0, eviction_policy="evict_first")
         part, part_ii, part_ij, part_jj = planes(wi, wj, gi, gj, 0)
@@ -191,7 +188,7 @@ def derive(
 @triton.jit(do_not_specialize=["seed", "stream", "lr"])
 def descend_kernel(
     W, G, H, pairs, words, details, scale, step, lr, skip, bad, launches, waiting,
-    batch, n, kept, seed, stream,
+    batch, n, seed, stream,
     DRAW: tl.constexpr, OVERLAP: tl.constexpr, MOMENTUM: tl.constexpr, ADAPT: tl.constexpr,
     SKIP: tl.constexpr, RATE_ON_DEVICE: tl.constexpr, SIGN: tl.constexpr, BETA2: tl.constexpr,
     LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
@@ -242,14 +239,9 @@ def descend_kernel(
         choose_pairs(
             pairs, pid, programs, total, items, n, seed, t, stream, DRAW, OVERLAP, MANY, BITS
         )
-        # What is read last stays in the cache, for the turn begins with it.
-        fleeting = tl.maximum(total - kept, 0) // programs * programs
-        for item in range(pid, fleeting, programs):
+        for item in range(pid, total, programs):
             derive(W, G, H, pairs, words, details, scale, tag, item, items, n, total,
-                   MOMENTUM, ADAPT, BLOCK, KEEP=False)  # fmt: skip
-        for item in range(fleeting + pid, total, programs):
-            derive(W, G, H, pairs, words, details, scale, tag, item, items, n, total,
-                   MOMENTUM, ADAPT, BLOCK, KEEP=True)  # fmt: skip
+                   MOMENTUM, ADAPT, BLOCK)  # fmt: skip
     good = t > 0
     if SKIP:
         good = good & (tl.load(skip) == 0)
@@ -287,7 +279,7 @@ def descend_kernel(
         else:
             last = (total - 1 - pid) // programs
             for back in range(0, last + 1):
-                # Backwards: the rows read last are still in the cache.
+                # Backwards: what was read last may still be in the cache.
                 item = pid + (last - back) * programs
                 b = item // items
                 if item % items < n // 2:
@@ -437,12 +429,10 @@ class Turner:
         self.held = n <= self.block and self.many * self.block <= HELD
         self.programs = triton.cdiv(total, self.many)
         if not self.held:
-            self.programs = programs_at_once(device, 2, total)
+            self.programs = programs_at_once(device, 2 if n <= WIDE else 1, total)
             self.many = triton.next_power_of_2(triton.cdiv(total, self.programs))
         held = self.many * self.block if self.held else HELD
         self.warps = max(1, min(8, held // 256))
-        # So many pairs of rows stay in the cache between their two readings.
-        self.kept = KEPT // (8 * n)
         self.pairs = torch.empty(self.batch, self.items, 2, dtype=torch.int32, device=device)
         # What every pair tells all programs, and what it keeps to itself.
         self.words = torch.zeros(total, dtype=torch.int64, device=device)
@@ -494,7 +484,7 @@ class Turner:
         launch(
             descend_kernel, (self.programs,), W.device,
             W, G, H, self.pairs, self.words, self.details, scale, step, lr, skip, bad,
-            self.launches, self.waiting, self.batch, n, self.kept, seed, stream,
+            self.launches, self.waiting, self.batch, n, seed, stream,
             DRAW=draw, OVERLAP=overlap, MOMENTUM=H is not None, SKIP=skip is not None,
             ADAPT={None: 0, "adam": 1, "adagrad": 2}[adapt],
             RATE_ON_DEVICE=isinstance(lr, Tensor), SIGN=1 if maximize else -1,
