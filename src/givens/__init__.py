@@ -3,6 +3,7 @@
 from givens import baselines, kernels, pairing
 from givens.optim import GCD
 from givens.pairing import greedy_pairs, random_pairs, steepest_pairs
+from givens.quantizer import Codes, Quantizer, load
 from givens.rotation import (
     Rotation,
     orthogonality_error,
@@ -16,10 +17,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GCD",
+    "Codes",
+    "Quantizer",
     "Rotation",
     "baselines",
     "greedy_pairs",
     "kernels",
+    "load",
     "orthogonality_error",
     "pairing",
     "project",
