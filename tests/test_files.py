@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -205,3 +206,29 @@ def test_json_and_checksum(tmp_path):
     files.write_json(path, METADATA)
     assert json.loads(path.read_text("utf-8")) == METADATA
     assert files.checksum(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_hostile_harness_finds_nothing_in_ours(tmp_path):
+    """`benchmarks/files.py`, a hundredth of it; in full its rows are in results/files.json."""
+    script = Path(__file__).parent.parent / "benchmarks" / "files.py"
+    rows_file = tmp_path / "rows.json"
+    done = subprocess.run(
+        [sys.executable, script, "--quick", "--json", rows_file], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {(row["part"], row["target"]): row for row in json.loads(rows_file.read_text())["rows"]}
+    ours = {key: row for key, row in rows.items() if key[1].startswith("givens")}
+    assert len(ours) == 6
+    for (part, _), row in ours.items():
+        bad = ["changed", "unclean", "crashed", "hung", "over 1 s", "over memory"]
+        if part == "mutations":
+            assert not any(row[name] for name in bad), row
+        elif part == "kills":
+            assert not row["lost"] + row["left_behind"], row
+        else:
+            assert row["old_file_kept"], row
+            assert not row["left_behind"], row
+            assert "No space left" in row["told"] or "too large" in row["told"], row
+    # The harness can tell: Faiss takes damaged files, and loses files to kills.
+    assert rows["mutations", "faiss.read_index (OPQ+PQ)"]["changed"]
+    assert rows["kills", "faiss.write_index"]["lost"]

@@ -13,6 +13,7 @@ To a GPU goes what Faiss takes there: `faiss.index_cpu_to_gpu(resources, 0, to_f
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,9 @@ def save_index(index: Any, path: str | Path, about: Mapping[str, Any] | None = N
         try:
             faiss.write_index(index, str(temporary))
         except RuntimeError as error:
-            raise OSError(f"{path} could not be written: {_line(error)}") from error
+            # Faiss's own words end in the system's: "… (No space left on device)".
+            reason = re.search(r"\(([^()]*)\)\s*$", str(error))
+            raise OSError(f"{path}: {reason[1] if reason else _line(error)}") from error
         record = {
             **(about or {}),
             "fingerprint": from_faiss(index).fingerprint,
