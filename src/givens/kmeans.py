@@ -3,7 +3,8 @@
 X (N, D, w) vectors cut into D sub-vectors of width w; C (D, K, w) the codewords of each subspace.
 """
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -11,10 +12,15 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from givens import kernels
+
 Start = Literal["sampled", "plus-plus"]
 
-# Distances held at once, in numbers.
+# Numbers in a slice of the data, and in the distances of it that are held at once.
+SLICE = 1 << 22
 BUFFER = 1 << 22
+# Vectors per codeword that k-means++ looks at.
+SEEDS = 32
 
 
 class Sliceable(Protocol):
@@ -27,29 +33,38 @@ class Sliceable(Protocol):
     def __getitem__(self, key: Any, /) -> Any: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Clusters:
+    """What a pass over the data leaves: sums, sizes and errors of the clusters of each subspace."""
+
+    sums: Float[Tensor, "D K v"]
+    counts: Float[Tensor, "D K"]
+    errors: Float[Tensor, "D K"]
+
+    @property
+    def error(self) -> Tensor:
+        """The mean squared error of a vector."""
+        return self.errors.sum() / self.counts[0].sum()
+
+
 def nearest(
     Y: Float[Tensor, "N D w"] | Float[Tensor, "N n"], codebooks: Float[Tensor, "D K w"]
 ) -> Integer[Tensor, "N D"]:
     """The nearest codeword of every sub-vector by squared L2, the lowest index where two are equal.
 
-    uint8 up to 256 codewords, int64 beyond.
+    uint8 up to 256 codewords, int64 beyond. Takes float32, and anything else as float32.
     """
     D, K, w = codebooks.shape
-    Y = Y.reshape(len(Y), D, w)
+    if Y.shape[1:] not in {(D, w), (D * w,)}:
+        raise ValueError(
+            f"Y must have shape (N, {D * w}) or (N, {D}, {w}) to go with codebooks of shape "
+            f"{tuple(codebooks.shape)}, but got {tuple(Y.shape)}"
+        )
+    Y, C = Y.detach().reshape(len(Y), D * w), codebooks.detach().float()
     codes = torch.empty(len(Y), D, dtype=torch.uint8 if K <= 256 else torch.int64, device=Y.device)
-    for rows in _slices(len(Y), max(BUFFER // (D * K), 1)):
-        codes[rows] = _assign(Y[rows].float(), codebooks)[0].to(codes.dtype)
+    for rows in slices(len(Y), SLICE // (D * w)):
+        codes[rows] = assign(Y[rows].float(), C)[0].to(codes.dtype)
     return codes
-
-
-def _assign(X: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (N, D) and squared distances (N, D)."""
-    # From the codewords' mean both are small, and so is what rounding does to |x|² − 2x·c + |c|².
-    mean = C.mean(1)
-    X, C = (X - mean).transpose(0, 1), C - mean[:, None]
-    scores = torch.baddbmm(C.square().sum(-1)[:, None], X, C.mT, alpha=-2)
-    least, codes = scores.min(-1)
-    return codes.T, (least + X.square().sum(-1)).clamp_min(0).T
 
 
 def kmeans(
@@ -64,79 +79,161 @@ def kmeans(
     """The codebooks of K codewords that Lloyd's algorithm finds, one for each subspace.
 
     X is read a slice at a time, so a memory-mapped array may be larger than memory.
+
+    Args:
+        X: a tensor, or anything that is sliced like one.
+        codewords: K, at most the number of vectors.
+        iterations: passes over the data.
+        seed: of the start and of where empty codewords go.
+        start: "sampled" begins at K vectors, "plus-plus" at vectors far from each other, or the
+            codebooks to begin with.
+        device: where to compute, if X is not a tensor.
     """
     N, D, w = X.shape
-    if codewords > N:
+    if not 1 <= codewords <= N:
         raise ValueError(
-            f"codewords must be at most the number of vectors, but got codewords={codewords}, N={N}"
+            f"codewords must be in 1..N, but got codewords={codewords} for N={N} vectors"
         )
     device = X.device if isinstance(X, Tensor) else torch.device(device or "cpu")
-    C = _started(X, codewords, start, seed, device)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(iterations):
-        sums = torch.zeros(D, codewords, w, dtype=torch.float64, device=device)
-        counts = torch.zeros(D, codewords, device=device)
-        errors = torch.zeros(D, codewords, device=device)
-        for chunk in chunks(X, max(BUFFER // (D * codewords), 1), device):
-            codes, distances = _assign(chunk, C)
-            flat = (codes + torch.arange(D, device=device) * codewords).flatten()
-            sums.view(-1, w).index_add_(0, flat, chunk.reshape(-1, w).double())
-            counts.view(-1).index_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))
-            errors.view(-1).index_add_(0, flat, distances.flatten())
-        C = update(C, sums, counts, errors, generator)
+    C = started(X, codewords, start, seed, device)
+    for iteration in range(iterations):
+        parts = (part.flatten(1) for part in chunks(X, device))
+        C = updated(C, pass_over(parts, C), seed + iteration)
     return C
 
 
-def update(
-    C: Tensor, sums: Tensor, counts: Tensor, errors: Tensor, generator: torch.Generator
-) -> Tensor:
-    """Move every codeword to the mean of its cluster, and an empty one into a cluster that errs.
+def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clusters:
+    """Assign all vectors, slices (N, n) of them, and add up the clusters.
 
-    The r-th empty codeword goes beside the r-th worst one, both half a typical error apart, which
-    the next round pulls to where they belong. Nothing waits for a device.
+    The sums are of sub-vectors, (D, K, w), or with `whole` of the vectors they are part of,
+    (D, K, n). Within a slice they are in float32, over all slices in float64.
     """
+    D, K, w = C.shape
+    sums = torch.zeros(D, K, D * w if whole else w, dtype=torch.float64, device=C.device)
+    counts = torch.zeros(D, K, dtype=torch.float64, device=C.device)
+    errors = torch.zeros_like(counts)
+    for Y in parts:
+        codes, distances = assign(Y, C)
+        if kernels.choose(Y) == "numba":
+            from givens.kernels import lloyd
+
+            added = torch.zeros(sums.shape)
+            arrays = (Y, codes, distances, added, counts, errors)
+            lloyd.add_up(*(array.numpy() for array in arrays))
+            sums += added
+            continue
+        # A product with ones and zeros adds in a fixed order on a GPU, which scattering does not.
+        for rows in slices(len(Y), BUFFER // (D * K)):
+            member = torch.nn.functional.one_hot(codes[rows].T.long(), K).to(Y.dtype)
+            y = Y[rows].expand(D, -1, -1) if whole else cut(Y[rows], D)
+            sums += member.mT @ y
+            counts += member.sum(1)
+            errors += (member.mT @ distances[rows].T[..., None])[..., 0]
+    return Clusters(sums, counts, errors)
+
+
+def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (N, D) and squared distances (N, D) of Y (N, n), float32: the one hot loop."""
+    if kernels.choose(Y) == "numba":
+        from givens.kernels import lloyd
+
+        codes, distances = lloyd.nearest(Y.contiguous().numpy(), C.contiguous().numpy())
+        return torch.from_numpy(codes), torch.from_numpy(distances)
+    D, K, _ = C.shape
+    # From the codewords' mean both are small, and so is what rounding does to |x|² − 2x·c + |c|².
+    mean = C.mean(1, keepdim=True)
+    C = C - mean
+    squares = C.square().sum(-1)[:, None]
+    found = []
+    for rows in slices(len(Y), BUFFER // (D * K)):
+        X = cut(Y[rows], D) - mean
+        least, codes = torch.baddbmm(squares, X, C.mT, alpha=-2).min(-1)
+        found.append((codes.T, (least + X.square().sum(-1)).clamp_min(0).T))
+    codes, distances = zip(*found, strict=True)
+    return torch.cat(codes), torch.cat(distances)
+
+
+def updated(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
+    """Every codeword at the mean of its cluster, and the empty ones in the clusters that err most.
+
+    The r-th empty codeword goes beside the r-th worst, a typical error apart from it; the next pass
+    pulls both to where they belong. Nothing waits for a device.
+    """
+    sums, counts, errors = clusters.sums, clusters.counts, clusters.errors
     C = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], C).to(C.dtype)
     worst = errors.argsort(dim=1, descending=True, stable=True)
-    emptiest = counts.argsort(dim=1, stable=True)
-    split = (counts.gather(1, emptiest) == 0) & (errors.gather(1, worst) > 0)
-    split &= counts.gather(1, worst) > 1
-    share = errors.gather(1, worst) / counts.gather(1, worst).clamp_min(1) / C.shape[-1]
-    sign = torch.randint(0, 2, C.shape, generator=generator).to(C) - 0.5
-    shift = sign * share.sqrt()[..., None].to(C.dtype)
-    index = worst[..., None].expand_as(C)
-    donors = C.gather(1, index)
-    C = C.scatter(1, index, torch.where(split[..., None], donors - shift, donors))
-    index = emptiest[..., None].expand_as(C)
-    return C.scatter(1, index, torch.where(split[..., None], donors + shift, C.gather(1, index)))
+    empty = counts.argsort(dim=1, stable=True)
+    size, error = counts.gather(1, worst), errors.gather(1, worst)
+    split = ((counts.gather(1, empty) == 0) & (size > 1) & (error > 0))[..., None]
+    typical = (error / size.clamp_min(1) / C.shape[-1]).sqrt()[..., None].to(C.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    shift = (torch.randint(0, 2, C.shape, generator=generator) - 0.5).to(C) * typical * split
+    worst, empty = (index[..., None].expand_as(C) for index in (worst, empty))
+    donors = C.gather(1, worst)
+    C = C.scatter(1, worst, donors - shift)
+    return C.scatter(1, empty, torch.where(split, donors + shift, C.gather(1, empty)))
 
 
-def chunks(X: Any, rows: int, device: torch.device | str) -> Iterator[Tensor]:
+def started(X: Any, K: int, start: Start | Tensor, seed: int, device: torch.device | str) -> Tensor:
+    """The codebooks to begin with."""
+    N, D, w = X.shape
+    if isinstance(start, Tensor):
+        if start.shape != (D, K, w):
+            raise ValueError(f"start must have shape ({D}, {K}, {w}), but got {tuple(start.shape)}")
+        return start.detach().to(device, torch.float32).clone()
+    if start not in get_args(Start):
+        known = ", ".join(map(repr, get_args(Start)))
+        raise ValueError(f"start must be one of {known} or codebooks, but got {start!r}")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(N, generator=generator)
+    if start == "sampled":
+        return rows_of(X, drawn[:K], device).transpose(0, 1).contiguous()
+    return _far_apart(rows_of(X, drawn[: SEEDS * K], device).transpose(0, 1), K, generator)
+
+
+def _far_apart(X: Tensor, K: int, generator: torch.Generator) -> Tensor:
+    """k-means++: each codeword a vector drawn with odds of its squared distance from the others."""
+    D, N, w = X.shape
+    C = torch.empty(D, K, w, device=X.device)
+    distance = torch.full((D, N), torch.inf, device=X.device)
+    odds = torch.ones_like(distance)
+    draws = torch.rand(K, D, 1, generator=generator).to(X.device)
+    for k in range(K):
+        upto = odds.cumsum(1, dtype=torch.float64)
+        drawn = torch.searchsorted(upto, draws[k] * upto[:, -1:], right=True).clamp_max(N - 1)
+        C[:, k] = X.gather(1, drawn[..., None].expand(D, 1, w))[:, 0]
+        distance = torch.minimum(distance, (X - C[:, k, None]).square().sum(-1))
+        odds = distance
+    return C
+
+
+def chunks(X: Any, device: torch.device | str) -> Iterator[Tensor]:
     """X in float32 on the device, a slice at a time."""
-    for part in _slices(len(X), rows):
-        yield as_float(X[part], device)
+    for rows in slices(len(X), SLICE // max(int(np.prod(X.shape[1:])), 1)):
+        yield as_float(X[rows], device)
+
+
+def rows_of(X: Any, index: Tensor, device: torch.device | str) -> Tensor:
+    """The rows of that index in float32, read in the order of the file."""
+    index = index.sort().values
+    return as_float(X[index.to(X.device) if isinstance(X, Tensor) else index.numpy()], device)
 
 
 def as_float(part: Any, device: torch.device | str) -> Tensor:
     """An array or tensor as a float32 tensor on the device."""
     if not isinstance(part, Tensor):
-        part = torch.from_numpy(np.ascontiguousarray(part))
-    return part.to(device).float()
+        # A copy: the slice of a file that is mapped read-only is no tensor's own.
+        part = torch.from_numpy(np.array(part, dtype=np.float32, order="C"))
+    return part.detach().to(device).float()
 
 
-def _started(
-    X: Any, K: int, start: Start | Tensor, seed: int, device: torch.device | str
-) -> Tensor:
-    if isinstance(start, Tensor):
-        return start.to(device, torch.float32).clone()
-    if start not in get_args(Start):
-        known = ", ".join(map(repr, get_args(Start)))
-        raise ValueError(f"start must be one of {known} or codebooks, but got {start!r}")
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randperm(len(X), generator=generator)[:K].sort().values
-    C = as_float(X[drawn if isinstance(X, Tensor) else drawn.numpy()], device)
-    return C.transpose(0, 1).contiguous()
+def cut(Y: Tensor, D: int) -> Tensor:
+    """(N, n) as (D, N, w)."""
+    return Y.view(len(Y), D, -1).transpose(0, 1)
 
 
-def _slices(length: int, rows: int) -> Iterator[slice]:
+def slices(length: int, rows: int) -> Iterator[slice]:
+    """Cut 0..length into runs of at least one row."""
+    rows = max(rows, 1)
     for first in range(0, length, rows):
         yield slice(first, min(first + rows, length))
