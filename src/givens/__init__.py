@@ -1,6 +1,7 @@
 """Learn rotation matrices by Givens coordinate descent, and train embedding indexes end to end."""
 
 from givens import baselines, kernels, pairing
+from givens.fixed import fit
 from givens.optim import GCD
 from givens.pairing import greedy_pairs, random_pairs, steepest_pairs
 from givens.quantizer import Codes, Quantizer, load
@@ -21,6 +22,7 @@ __all__ = [
     "Quantizer",
     "Rotation",
     "baselines",
+    "fit",
     "greedy_pairs",
     "kernels",
     "load",

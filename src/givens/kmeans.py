@@ -222,8 +222,9 @@ def rows_of(X: Any, index: Tensor, device: torch.device | str) -> Tensor:
 def as_float(part: Any, device: torch.device | str) -> Tensor:
     """An array or tensor as a float32 tensor on the device."""
     if not isinstance(part, Tensor):
-        # A copy: the slice of a file that is mapped read-only is no tensor's own.
-        part = torch.from_numpy(np.array(part, dtype=np.float32, order="C"))
+        part = np.ascontiguousarray(part, dtype=np.float32)
+        # A tensor cannot share what may not be written: a file mapped for reading.
+        part = torch.from_numpy(part if part.flags.writeable else part.copy())
     return part.detach().to(device).float()
 
 
