@@ -90,16 +90,29 @@ def drop_pages(x: Any) -> None:
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
-class Mapped:
+class File:
+    """What the formats have in common; each opens its file and reads rows of it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        raise NotImplementedError
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, *, copy: bool | None = None) -> Array:
+        return np.asarray(self[: len(self)], dtype)
+
+
+class Mapped(File):
     """A memory-mapped array whose slices are copies, so that its pages need not stay."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
-        self.shape: tuple[int, ...] = array.shape
-        self.dtype: np.dtype[Any] = array.dtype
-
-    def __len__(self) -> int:
-        return self.shape[0]
+        self.shape = array.shape
+        self.dtype = array.dtype
 
     def __getitem__(self, rows: Any, /) -> Array:
         part = np.array(self.array[rows])
@@ -107,7 +120,7 @@ class Mapped:
         return part
 
 
-class Hdf5:
+class Hdf5(File):
     """A table of an HDF5 file."""
 
     def __init__(self, path: Path, name: str | None, part: str | None) -> None:
@@ -121,11 +134,8 @@ class Hdf5:
             raise ValueError(f"{path} is not an HDF5 file, or has lost its end") from error
         known = [key for key, table in file.items() if isinstance(table, h5py.Dataset)]
         self.table = file[_chosen(path, known, name, part)]
-        self.shape: tuple[int, ...] = self.table.shape
-        self.dtype: np.dtype[Any] = self.table.dtype
-
-    def __len__(self) -> int:
-        return self.shape[0]
+        self.shape = self.table.shape
+        self.dtype = self.table.dtype
 
     def __getitem__(self, rows: Any, /) -> Array:
         if isinstance(rows, slice):
@@ -135,7 +145,7 @@ class Hdf5:
         return np.asarray(self.table[unique])[inverse]
 
 
-class Safetensors:
+class Safetensors(File):
     """A tensor of a safetensors file, bfloat16 too."""
 
     def __init__(self, path: Path, name: str | None, part: str | None) -> None:
@@ -146,13 +156,10 @@ class Safetensors:
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file, or has lost its end") from error
         self.tensor = file.get_slice(_chosen(path, list(file.keys()), name, part))
-        self.shape: tuple[int, ...] = tuple(self.tensor.get_shape())
-        self.dtype: np.dtype[Any] = np.dtype("V1")
+        self.shape = tuple(self.tensor.get_shape())
+        self.dtype = np.dtype("V1")
         if len(self.shape) == 2 and self.shape[0]:
             self.dtype = self[0:1].dtype
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __getitem__(self, rows: Any, /) -> Array:
         if isinstance(rows, slice):
@@ -163,7 +170,7 @@ class Safetensors:
         return (part.float() if part.dtype == torch.bfloat16 else part).numpy()
 
 
-class Parquet:
+class Parquet(File):
     """A column of lists, all of one length, read by row groups."""
 
     def __init__(self, path: Path, name: str | None, part: str | None) -> None:
@@ -190,10 +197,7 @@ class Parquet:
         self.held: tuple[int, Array] = (-1, np.empty((0, 0)))
         first = self._group(0)
         self.shape = (int(self.ends[-1]), first.shape[1])
-        self.dtype: np.dtype[Any] = first.dtype
-
-    def __len__(self) -> int:
-        return self.shape[0]
+        self.dtype = first.dtype
 
     def __getitem__(self, rows: Any, /) -> Array:
         if isinstance(rows, slice):

@@ -9,6 +9,7 @@ import givens
 from givens.cli.build import build
 from givens.cli.demo import demo
 from givens.cli.evaluate import evaluate
+from givens.cli.fit import fit
 from givens.cli.inspect import inspect
 from givens.cli.search import search
 
@@ -19,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (build, search, evaluate, inspect, demo):
+for command in (fit, build, search, evaluate, inspect, demo):
     app.command()(command)
 
 

@@ -34,7 +34,7 @@ def evaluate(
 
     Example: givens evaluate index.faiss queries.fvecs --groundtruth groundtruth.ivecs
     """
-    from givens.export.faiss import inverted, load_index
+    from givens.export.faiss import code_size, inverted, load_index
 
     stored = load_index(index)
     asked = vectors.read(queries, "test")
@@ -56,7 +56,7 @@ def evaluate(
 
     written = [output / "rows.json"]
     about = out.record(None, "cpu", index=index, queries=queries, groundtruth=groundtruth)
-    code = stored.index.sa_code_size()
+    code = code_size(stored.index)
     whole = index.stat().st_size / stored.index.ntotal
     files.write_json(
         written[0],

@@ -44,7 +44,7 @@ def _quantizer(path: Path) -> dict[str, Any]:
 
 
 def _index(path: Path) -> dict[str, Any]:
-    from givens.export.faiss import from_faiss, inverted, load_index
+    from givens.export.faiss import code_size, from_faiss, inverted, load_index
 
     stored = load_index(path)
     index, lists = stored.index, inverted(stored.index)
@@ -52,7 +52,7 @@ def _index(path: Path) -> dict[str, Any]:
     rows = {
         "file": f"Faiss index ({type(index).__name__}), {whole}",
         "vectors": f"{index.ntotal:,}",
-        "bytes a vector": f"{index.sa_code_size()} of code",
+        "bytes a vector": f"{code_size(index)} of code",
     }
     if lists is not None:
         rows["lists"] = f"{lists.nlist:,}, imbalance {lists.invlists.imbalance_factor():.2f}"

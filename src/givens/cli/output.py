@@ -22,7 +22,9 @@ def progress(description: str) -> Iterator[Any]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         yield Bar(bar, bar.add_task(description, total=None))
 
 
@@ -36,9 +38,13 @@ class Bar:
         """Say how much there is to do."""
         self.bar.update(self.task, total=total)
 
-    def advance(self, done: int = 1, note: str | None = None) -> None:
+    def advance(self, done: int = 1) -> None:
         """Say what was done."""
-        self.bar.update(self.task, advance=done, **({} if note is None else {"description": note}))
+        self.bar.update(self.task, advance=done)
+
+    def stand(self, at: int, total: int, note: str) -> None:
+        """Say where it stands."""
+        self.bar.update(self.task, completed=at, total=total, description=note)
 
 
 def record(seed: int | None, device: str, **configuration: Any) -> dict[str, Any]:

@@ -39,7 +39,7 @@ Kind = Literal["pq", "ivfpq", "pq-fastscan", "ivfpq-fastscan"]
 # Its square times any width is still a float32, and no vector is nearer to it than to a codeword.
 FAR = 1e15
 # Numbers handed to Faiss at once.
-BUFFER = 1 << 22
+BUFFER = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,12 @@ def inverted(index: Any) -> Any:
     """The inverted file inside an index, whose `nprobe` can be set, or None."""
     core = _core(index)
     return core if hasattr(core, "nlist") else None
+
+
+def code_size(index: Any) -> int:
+    """Bytes of a vector's code."""
+    core = _core(index)
+    return int(core.pq.code_size if hasattr(core, "pq") else index.sa_code_size())
 
 
 def _check_kind(q: Quantizer, kind: str) -> None:
