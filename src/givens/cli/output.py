@@ -38,7 +38,7 @@ class Bar:
         """Say how much there is to do."""
         self.bar.update(self.task, total=total)
 
-    def advance(self, done: int = 1) -> None:
+    def advance(self, done: float = 1) -> None:
         """Say what was done."""
         self.bar.update(self.task, advance=done)
 

@@ -14,7 +14,8 @@ To a GPU goes what Faiss takes there: `faiss.index_cpu_to_gpu(resources, 0, to_f
 
 import json
 import re
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,6 +23,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 import givens
 from givens import files
@@ -56,7 +58,7 @@ def to_faiss(
     *,
     kind: Kind | None = None,
     ids: npt.ArrayLike | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[float], object] | None = None,
 ) -> Any:
     """A Faiss index with the quantizer's parts and the vectors' codes.
 
@@ -67,7 +69,8 @@ def to_faiss(
         kind: by default "ivfpq" with coarse centroids and "pq" without; the FastScan forms take
             16 codewords.
         ids: (N,) what the index answers with, instead of the vectors' positions.
-        progress: is told how many vectors were added, each time some were.
+        progress: is told of how many vectors were done, each time some were; of halves of them
+            where they are read twice.
     """
     kind = kind or ("pq" if q.coarse is None else "ivfpq")
     _check_kind(q, kind)
@@ -97,11 +100,7 @@ def to_faiss(
     if ids is not None and q.coarse is None:
         index = faiss.IndexIDMap2(index)
     if vectors is not None:
-        if kind == "pq":
-            # Room for all codes at once; growing would hold them twice and more.
-            core.codes.resize(len(vectors) * core.code_size)
-            core.codes.resize(0)
-        _add(index, q, vectors, ids, progress)
+        _add(index, core, q, Source(vectors, q.dim, ids, progress))
     elif ids is not None:
         raise ValueError("ids must come with vectors, but got no vectors")
     return index
@@ -216,28 +215,75 @@ def _linear(q: Quantizer) -> Any:
     return linear
 
 
-def _add(
-    index: Any,
-    q: Quantizer,
-    vectors: Any,
-    ids: npt.ArrayLike | None,
-    progress: Callable[[int], object] | None,
-) -> None:
-    if len(vectors.shape) != 2 or vectors.shape[1] != q.dim:
-        raise ValueError(f"vectors must have shape (N, {q.dim}), but got {tuple(vectors.shape)}")
-    names = None if ids is None else _checked_ids(ids, len(vectors))
-    at = 0
-    for part in chunks(vectors, max(BUFFER // q.dim, 1)):
-        if not part.isfinite().all():
-            row = at + int((~part.isfinite().all(1)).nonzero()[0])
-            raise ValueError(f"vectors must be finite, but row {row} has NaN or infinite values")
-        rows = slice(at, at := at + len(part))
-        if names is None:
+class Source:
+    """The vectors to add, checked, in slices."""
+
+    def __init__(
+        self,
+        vectors: Any,
+        dim: int,
+        ids: npt.ArrayLike | None,
+        progress: Callable[[float], object] | None,
+    ) -> None:
+        if len(vectors.shape) != 2 or vectors.shape[1] != dim:
+            raise ValueError(f"vectors must have shape (N, {dim}), but got {tuple(vectors.shape)}")
+        self.vectors, self.progress = vectors, progress
+        self.ids = None if ids is None else _checked_ids(ids, len(vectors))
+
+    def slices(self, weight: float = 1.0) -> Iterator[tuple[Tensor, npt.NDArray[np.int64] | None]]:
+        """Vectors in float32 and their ids, told of afterwards as this part of the work."""
+        at = 0
+        for part in chunks(self.vectors, max(BUFFER // self.vectors.shape[1], 1)):
+            if not part.isfinite().all():
+                row = at + int((~part.isfinite().all(1)).nonzero()[0])
+                raise ValueError(
+                    f"vectors must be finite, but row {row} has NaN or infinite values"
+                )
+            rows = slice(at, at := at + len(part))
+            yield part, None if self.ids is None else self.ids[rows]
+            if self.progress is not None:
+                self.progress(weight * len(part))
+
+
+def _add(index: Any, core: Any, q: Quantizer, source: Source) -> None:
+    """Let Faiss encode and keep the vectors, in room for all their codes.
+
+    Growing bit by bit would hold twice the codes and more.
+    """
+    if isinstance(core, faiss.IndexIVFPQ):
+        _add_to_lists(core, q, source)
+        index.ntotal = core.ntotal
+        return
+    if isinstance(core, faiss.IndexPQ):
+        core.codes.resize(len(source.vectors) * core.code_size)
+        core.codes.resize(0)
+    for part, ids in source.slices():
+        if ids is None:
             index.add(part.numpy())
         else:
-            index.add_with_ids(part.numpy(), names[rows])
-        if progress is not None:
-            progress(len(part))
+            index.add_with_ids(part.numpy(), ids)
+
+
+def _add_to_lists(core: Any, q: Quantizer, source: Source) -> None:
+    """Two passes: the first says how long each list will be, the second fills it."""
+    device, lists = q.rotation.device, faiss.downcast_InvertedLists(core.invlists)
+    counts = np.zeros(core.nlist, np.int64)
+    with tempfile.TemporaryFile() as assigned:
+        for part, _ in source.slices(0.5):
+            numbers = q.assign(q.rotate(part.to(device))).cpu().numpy()
+            counts += np.bincount(numbers, minlength=core.nlist)
+            numbers.tofile(assigned)
+        assigned.seek(0)
+        for number, count in enumerate(counts):
+            lists.resize(number, int(count))
+            lists.resize(number, 0)
+        for part, ids in source.slices(0.5):
+            if ids is None:
+                ids = np.arange(core.ntotal, core.ntotal + len(part))
+            Y = q.rotate(part.to(device)).cpu().numpy()
+            numbers = np.fromfile(assigned, np.int64, len(part))
+            pointers = map(faiss.swig_ptr, (Y, ids, numbers))
+            core.add_core(len(part), *pointers, None)
 
 
 def _checked_ids(ids: npt.ArrayLike, N: int) -> npt.NDArray[np.int64]:
