@@ -295,6 +295,8 @@ def test_files_that_are_no_index_are_one_line(tmp_path):
     (tmp_path / "index.faiss.json").write_text("[")
     with pytest.raises(ValueError, match="not the record of an index"):
         load_index(path)
+    save_index(to_faiss(make()), path)
+    assert load_index(path).record["vectors"] == 0
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         save_index(to_faiss(make()), tmp_path / "no" / "index.faiss")
 

@@ -105,11 +105,16 @@ HUGE = {"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
         (b"id,x,y\n1,2,3\n", "not a givens file"),
         ((1 << 62).to_bytes(8, "little") + b"{}", "not a givens file"),
         ((4).to_bytes(8, "little") + b"\xff\xfe{}", "not a givens file"),
-        ((50_000).to_bytes(8, "little") + b"[" * 50_000, "nested too deep|damaged"),
+        ((50_000).to_bytes(8, "little") + b"[" * 50_000, "header is damaged"),
         ((2).to_bytes(8, "little") + b"{}", "not a givens file"),
         (sealed({}, {**ABOUT, "format": 2}), "has format 2, but this version of givens reads 1"),
-        (sealed({}, {**ABOUT, "kind": "other"}), "holds a other, not a thing"),
+        (sealed({}, {**ABOUT, "kind": "other"}), "holds a 'other', not a 'thing'"),
         (sealed({}, [1]), "header is damaged"),
+        ((5002).to_bytes(8, "little") + b"[" + b"9" * 5000 + b"]", "header is damaged"),
+        (
+            sealed({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1.0]}}, ABOUT, b"x"),
+            "fit",
+        ),
         (sealed(HUGE, ABOUT), "bytes of tensors instead of"),
         (sealed({"a": {**HUGE["a"], "shape": [3] * 9}}, ABOUT), "does not fit its place"),
         (sealed({"a": {**HUGE["a"], "shape": [-1, -4]}}, ABOUT), "does not fit its place"),
@@ -145,6 +150,14 @@ def test_what_is_not_a_file_is_refused(tmp_path):
         files.load(tmp_path / "missing", "thing")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         files.save(tmp_path / "no" / "x", "thing", {}, {})
+
+
+def test_types_that_files_do_not_hold_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"a must be of a type that files hold, but is torch\.comp"
+    ):
+        files.save(tmp_path / "x", "thing", {"a": torch.zeros(2, dtype=torch.complex64)}, {})
+    assert names(tmp_path) == []
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(saved):

@@ -150,5 +150,5 @@ def test_a_file_that_is_no_quantizer_is_refused(tmp_path):
             givens.load(path)
         assert str(caught.value).startswith(str(path))
     givens.files.save(path, "checkpoint", parts, {})
-    with pytest.raises(ValueError, match="holds a checkpoint, not a quantizer"):
+    with pytest.raises(ValueError, match="holds a 'checkpoint', not a 'quantizer'"):
         givens.load(path)

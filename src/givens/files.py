@@ -70,10 +70,11 @@ def save(
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        shape = list(tensor.shape)
+        if tensor.dtype not in names:
+            raise ValueError(f"{name} must be of a type that files hold, but is {tensor.dtype}")
         entries[name] = {
             "dtype": names[tensor.dtype],
-            "shape": shape,
+            "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
         digests[name] = hashlib.sha256(_bytes(tensor)).hexdigest()
@@ -95,7 +96,7 @@ def load(path: str | Path, kind: str) -> Contents:
     with _opened(path) as file:
         header = _header(path, file)
         if header.kind != kind:
-            raise ValueError(f"{path} holds a {header.kind}, not a {kind}")
+            raise ValueError(f"{path} holds a {header.kind!r:.40}, not a {kind!r}")
         tensors = {}
         for name, entry in header.tensors.items():
             start, end = entry["data_offsets"]
@@ -156,8 +157,7 @@ def write_json(path: str | Path, content: Any) -> None:
 
 def check_writable(path: str | Path) -> None:
     """Find out before the work, not after it, whether its result can be written here."""
-    target = Path(os.path.realpath(path))
-    with contextlib.suppress(_NotMeantError), replacing(target):
+    with contextlib.suppress(_NotMeantError), replacing(path):
         raise _NotMeantError
 
 
@@ -184,25 +184,31 @@ def _header(path: str | Path, file: BufferedReader) -> Header:
     # Checked before anything of that length is read.
     if size < 8 or length > min(size - 8, HEADER_LIMIT):
         raise ValueError(f"{path} is not a givens file, or has lost its end")
+    header = _parsed(path, file.read(length))
     try:
-        header = json.loads(file.read(length))
         strings = header["__metadata__"]
         seal = strings.pop("seal")
         if hashlib.sha256(_canonical(header)).hexdigest() != seal:
             raise _damaged(path, "the digest of its header does not match")
-        about = json.loads(strings["givens"])
+        about = _parsed(path, strings["givens"])
         if about["format"] != FORMAT:
             raise ValueError(
-                f"{path} has format {about['format']}, but this version of givens reads {FORMAT}"
+                f"{path} has format {about['format']!r:.40}, "
+                f"but this version of givens reads {FORMAT}"
             )
         del header["__metadata__"]
         _check_layout(path, header, size - 8 - length)
         digests = {name: about["digests"][name] for name in header}
         return Header(str(about["kind"]), dict(about["metadata"]), header, digests)
-    except (UnicodeError, json.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a givens file, or its header is damaged") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is not a givens file: its header is nested too deep") from error
+
+
+def _parsed(path: str | Path, text: bytes | str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a givens file, or its header is damaged") from error
 
 
 def _check_layout(path: str | Path, entries: dict[str, Any], size: int) -> None:
@@ -210,7 +216,8 @@ def _check_layout(path: str | Path, entries: dict[str, Any], size: int) -> None:
     at = 0
     for name, entry in entries.items():
         (start, end), shape = entry["data_offsets"], entry["shape"]
-        fits = len(shape) <= MOST_AXES and all(type(axis) is int and axis >= 0 for axis in shape)
+        fits = len(shape) <= MOST_AXES
+        fits = fits and all(type(number) is int and number >= 0 for number in (end, *shape))
         room = DTYPES[entry["dtype"]].itemsize * math.prod(shape) if fits else -1
         if start != at or end - start != room:
             raise _damaged(path, f"{name!r} does not fit its place")

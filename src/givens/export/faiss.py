@@ -12,6 +12,7 @@ To a GPU goes what Faiss takes there: `faiss.index_cpu_to_gpu(resources, 0, to_f
 "ivfpq" with 256 codewords, by the GPU build of Faiss.
 """
 
+import contextlib
 import json
 import re
 import tempfile
@@ -160,7 +161,11 @@ def save_index(index: Any, path: str | Path, about: Mapping[str, Any] | None = N
             "givens": givens.__version__,
             "faiss": faiss.__version__,
         }
-        files.write_json(record_path, {**record, "previous": _records(path)})
+        previous: list[dict[str, Any]] = []
+        # A damaged record is no reason to keep it.
+        with contextlib.suppress(ValueError):
+            previous = _records(path)
+        files.write_json(record_path, {**record, "previous": previous})
     files.write_json(record_path, record)
 
 
