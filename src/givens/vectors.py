@@ -20,6 +20,8 @@ Array = npt.NDArray[Any]
 SUFFIXES = (".npy", ".fvecs", ".bvecs", ".ivecs", ".hdf5", ".h5", ".parquet", ".safetensors")
 # Rows of an .fvecs file whose own dimension is looked at when it is opened.
 SAMPLE = 1000
+# Rows that are read at once for those wanted among them.
+SLAB = 4096
 
 
 class Vectors(Protocol):
@@ -138,11 +140,9 @@ class Hdf5(File):
         self.dtype = self.table.dtype
 
     def __getitem__(self, rows: Any, /) -> Array:
-        if isinstance(rows, slice):
-            return np.asarray(self.table[rows])
-        # HDF5 takes indices only in order and once each.
-        unique, inverse = np.unique(rows, return_inverse=True)
-        return np.asarray(self.table[unique])[inverse]
+        if not isinstance(rows, slice):
+            return _gathered(self, rows)
+        return np.asarray(self.table[rows])
 
 
 class Safetensors(File):
@@ -162,11 +162,9 @@ class Safetensors(File):
             self.dtype = self[0:1].dtype
 
     def __getitem__(self, rows: Any, /) -> Array:
-        if isinstance(rows, slice):
-            part: Tensor = self.tensor[rows]
-        else:
-            unique, inverse = np.unique(rows, return_inverse=True)
-            part = torch.cat([self.tensor[int(i) : int(i) + 1] for i in unique])[inverse]
+        if not isinstance(rows, slice):
+            return _gathered(self, rows)
+        part: Tensor = self.tensor[rows]
         return (part.float() if part.dtype == torch.bfloat16 else part).numpy()
 
 
@@ -223,6 +221,16 @@ class Parquet(File):
             flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
             self.held = (group, flat.reshape(len(column), width))
         return self.held[1]
+
+
+def _gathered(table: File, rows: Array) -> Array:
+    """Rows of a table that can only be sliced, or is slow where it is not."""
+    unique, inverse = np.unique(rows, return_inverse=True)
+    parts = [table[0:0]]
+    for wanted in np.split(unique, np.flatnonzero(np.diff(unique // SLAB)) + 1):
+        if len(wanted):
+            parts.append(table[int(wanted[0]) : int(wanted[-1]) + 1][wanted - wanted[0]])
+    return np.concatenate(parts)[inverse]
 
 
 def _split(path: str | Path) -> tuple[Path, str | None]:
