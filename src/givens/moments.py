@@ -49,7 +49,7 @@ def roots(clusters: Clusters) -> Float[Tensor, "n D K"]:
     """Z, axis by axis: (D, K) numbers for each, contiguous, so that a turn mixes two rows."""
     scaled = clusters.sums / clusters.counts.clamp_min(1).sqrt()[..., None]
     n, K = clusters.sums.shape[2], clusters.sums.shape[1]
-    if K > n:
+    if n < K:
         # M_d has rank n at most, and so n numbers an axis instead of K.
         M = scaled.mT @ scaled
         values, vectors = torch.linalg.eigh(M)
@@ -64,34 +64,45 @@ def cross_products(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
     return (Z.transpose(0, 1) @ own.permute(2, 1, 0)).transpose(0, 1).reshape(n, n)
 
 
-def plane_gains(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
-    """What the best turn in each plane would gain, symmetric to the last bit."""
+def root_gains(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
+    """√gain of the best turn in each plane, symmetric to the last bit.
+
+    A gain is of second order in the angle: its root is what |A_ij| is elsewhere.
+    """
     n, D, _ = Z.shape
+    if kernels.choose(Z) == "numba":
+        from givens.kernels import planes
+
+        roots, scratch = Z.new_empty(2, n, n)
+        planes.root_gains(Z.numpy(), scratch.numpy(), roots.numpy())
+        return roots
     T = cross_products(Z)
     powers = Z.square().sum(-1).repeat_interleave(n // D, dim=1)
     own = powers.diagonal()
     beta = 2 * (T.mT - T)
     alpha = (own + own[:, None]) - (powers + powers.mT)
-    return gains(alpha, beta)
-
-
-def gains(alpha: Tensor, beta: Tensor) -> Tensor:
-    """(√(α² + β²) − α)/2, without the cancellation where α is large."""
     length = torch.hypot(alpha, beta)
-    square = beta.square() / (length + alpha).clamp_min(torch.finfo(beta.dtype).tiny)
-    return torch.where(alpha > 0, square, length - alpha) / 2
+    # Without the cancellation where α is large.
+    slope = beta.square() / (length + alpha).clamp_min(torch.finfo(beta.dtype).tiny)
+    return (torch.where(alpha > 0, slope, length - alpha) / 2).sqrt()
 
 
 def plane_angles(Z: Float[Tensor, "n D K"], pairs: Int[Tensor, "k 2"]) -> Float[Tensor, " k"]:
     """The best angle in each of the planes, from their axes alone: O(nK)."""
+    if kernels.choose(Z) == "numba":
+        from givens.kernels import planes
+
+        theta = Z.new_empty(len(pairs))
+        planes.angles(Z.numpy(), pairs.numpy(), theta.numpy())
+        return theta
     n, D, _ = Z.shape
     i, j = pairs.unbind(-1)
     d, e = i // (n // D), j // (n // D)
     id_, jd, ie, je = Z[i, d], Z[j, d], Z[i, e], Z[j, e]
     alpha = (id_.square() - jd.square() + je.square() - ie.square()).sum(-1)
     beta = 2 * (id_ * jd - ie * je).sum(-1)
-    # Within a subspace both are 0, and the angle too.
-    return torch.atan2(beta, alpha) / 2
+    # Within a subspace a turn changes nothing.
+    return torch.where(d == e, 0, torch.atan2(beta, alpha) / 2)
 
 
 def choose_planes(
@@ -119,8 +130,7 @@ def turn_best_(
     """GCD with exact angles on W = Rᵀ and Z, in place: as many steps, the first of that number."""
     n = len(W)
     for s in range(step, step + steps):
-        # Gains are of second order in the angle: their roots are what |A_ij| is elsewhere.
-        pairs = choose_planes(method, n, seed, s, lambda: plane_gains(Z).sqrt()).to(W.device)
+        pairs = choose_planes(method, n, seed, s, lambda: root_gains(Z)).to(W.device)
         # Planes that share an axis are turned one after another, each by its angle at its turn.
         for planes in (pairs,) if method.startswith("gcd") else pairs.split(1):
             theta = plane_angles(Z, planes)
@@ -198,4 +208,9 @@ def _tidy_(W: Tensor, seed: int, step: int) -> None:
     """Undo what rounding does to W, on a random pairing, now and then."""
     if step % TIDY_EVERY == 0:
         pairs = pairing.random_pairs(len(W), seed, step=step, stream=kernels.TIDY_STREAM)
-        orthonormalise_rows_(W, pairs.to(W.device))
+        if kernels.choose(W) == "numba":
+            from givens.kernels import compiled
+
+            compiled.orthonormalise_rows(W.numpy(), pairs.numpy())
+        else:
+            orthonormalise_rows_(W, pairs.to(W.device))
