@@ -92,6 +92,25 @@ def test_fingerprints_differ_where_anything_does():
     assert len({q.fingerprint for q in (*parts, changed)}) == 7
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("metric", METRICS)
+def test_on_a_gpu_it_is_the_same(tmp_path, metric):
+    q = make(64, 8, 256, 20, metric)
+    x = torch.randn(5000, 64)
+    there = q.to("cuda")
+    codes = there.encode(x.numpy())
+    assert codes.fine.is_cuda
+    want = q.encode(x)
+    # Two codewords may be equally near within rounding.
+    assert (codes.fine.cpu() == want.fine).float().mean() > 0.999
+    assert (codes.coarse.cpu() == want.coarse).float().mean() > 0.999
+    assert there.distortion(x.cuda()) == pytest.approx(q.distortion(x), rel=1e-4)
+    assert there.decode(want).is_cuda
+    there.save(tmp_path / "q.safetensors")
+    assert givens.load(tmp_path / "q.safetensors").fingerprint == q.fingerprint
+
+
 EYE = torch.eye(4)
 BOOKS = torch.randn(2, 3, 2)
 

@@ -14,6 +14,8 @@ from givens.cli.search import batches, check_queries
 
 KS = (1, 10, 100)
 LEAST_SECONDS, MOST_PASSES = 0.2, 10
+# The part of the most recall that is worth waiting for.
+ENOUGH = 0.99
 
 
 def evaluate(
@@ -70,8 +72,10 @@ def evaluate(
         typer.echo(line)
     typer.echo(f"Bytes a vector: {code} of code, {whole:.1f} of file")
     typer.echo(f"Written: {', '.join(map(str, written))}")
-    best = "" if lists is None else f" --nprobe {rows[-1]['nprobe']}"
-    typer.echo(f"Next: givens search {index} {queries}{best} --rerank VECTORS, for more recall")
+    most = rows[-1][f"recall@{ks[-1]}"]
+    enough = next(row for row in rows if row[f"recall@{ks[-1]}"] >= ENOUGH * most)
+    nprobe = "" if lists is None else f" --nprobe {enough['nprobe']}"
+    typer.echo(f"Next: givens search {index} {queries}{nprobe} --rerank VECTORS, for more recall")
 
 
 def recall(found: npt.NDArray[Any], truth: npt.NDArray[Any], k: int) -> float:
