@@ -1,6 +1,6 @@
 """Hostile files, kills and full disks: what is left of a file, here and with the peers.
 
-    python benchmarks/files.py --json results/files.json        half an hour on one core
+    python benchmarks/files.py --json results/files.json        10 minutes on one core
     python benchmarks/files.py --quick                          seconds
 
 Mutations: a valid file is damaged by bit flips, truncation, splices, zeroed ranges, edits of its
@@ -459,7 +459,7 @@ def main() -> None:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     ours, peers, kills, vectors = QUICK if options.quick else FULL
-    rows = []
+    about, rows = environment(), []
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         for target in targets():
@@ -474,7 +474,7 @@ def main() -> None:
             rows.append(fill(one, Path(folder)))
             _show(rows[-1])
     if options.json:
-        files.write_json(options.json, {**environment(), "rows": rows})
+        files.write_json(options.json, {**about, "rows": rows})
 
 
 def _show(row: dict[str, Any]) -> None:

@@ -59,6 +59,18 @@ def test_round_trip_in_plain_safetensors(saved):
     assert all(torch.equal(plain[name], tensor) for name, tensor in TENSORS.items())
 
 
+def test_no_flipped_bit_changes_what_loads(saved, tmp_path):
+    """All of them, one after another."""
+    raw = bytearray(saved.read_bytes())
+    path = tmp_path / "flipped"
+    for place in range(8 * len(raw)):
+        raw[place // 8] ^= 1 << place % 8
+        path.write_bytes(raw)
+        raw[place // 8] ^= 1 << place % 8
+        with contextlib.suppress(ValueError):
+            assert same(files.load(path, "thing")), place
+
+
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_mutation_changes_what_loads(saved, tmp_path, data):
@@ -170,6 +182,26 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(saved):
     files.check_writable(saved)
     assert saved.read_bytes() == old
     assert names(saved.parent) == [saved.name]
+
+
+def test_synced_renamed_and_synced_again(saved, monkeypatch):
+    """The file before it is renamed, its folder after: else a power cut may leave neither."""
+    told = []
+    fsync, replace = os.fsync, Path.replace
+
+    def note_sync(descriptor):
+        told.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    def note_replace(path, target):
+        told.append(f"{path} → {target}")
+        replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    files.save(saved, "thing", TENSORS, METADATA)
+    written = told[0]
+    assert told == [written, f"{written} → {saved}", saved.parent]
 
 
 def test_a_full_disk_leaves_the_old_file(saved):
