@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import faiss
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -220,6 +221,18 @@ def test_ids_of_the_users_choosing(folder, monkeypatch):
             invoke(*search, "--rerank", "x.npy")
 
 
+def test_one_file_of_ann_benchmarks_is_enough(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with h5py.File("data.hdf5", "w") as file:
+        for table, name in (("train", "x"), ("test", "queries"), ("neighbors", "truth")):
+            file[table] = np.load(f"{name}.npy")
+    invoke("fit", "data.hdf5", "-o", "q.safetensors", "--codewords", 16, "--iterations", 3)
+    invoke("build", "q.safetensors", "data.hdf5", "-o", "index.faiss")
+    told = invoke("evaluate", "index.faiss", "data.hdf5", "--groundtruth", "data.hdf5")
+    assert "recall@100" in told
+    assert "2,000" in invoke("inspect", "data.hdf5:train")
+
+
 def test_the_other_forms(folder, monkeypatch):
     monkeypatch.chdir(folder)
     q = givens.load("ivf.safetensors")
@@ -281,6 +294,8 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
         (["fit", "x.npy", "--device", "abacus"], "--device must be cpu or cuda"),
         (["fit", "x.npy", "-o", "q.bin"], "q.bin must end in .safetensors"),
         (["fit", "x.npy", "-o", "/proc/q.safetensors"], "/proc/q.safetensors"),
+        (["build", "flat.safetensors", "x.npy", "-o", "x.npy"], "--output must not be x.npy"),
+        (["search", "good.faiss", "x.npy", "-o", "x.npy"], "--output must not be x.npy"),
         (["search", "none.faiss", "queries.npy"], "there is no index none.faiss; make one with"),
         (["search", "table.csv", "queries.npy"], "table.csv is not a Faiss index"),
         (["search", "good.faiss", "narrow.npy"], "queries must have 16 dimensions"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 import numpy as np
 import typer
 
-from givens import files, vectors
+from givens import vectors
 from givens.cli import output as out
 from givens.quantizer import load
 
@@ -43,7 +43,7 @@ def build(
     names = None if ids is None else read_ids(ids)
     from givens.export.faiss import Kind, save_index, to_faiss
 
-    files.check_writable(output)
+    out.check_output(output, quantizer, source)
     with out.progress("encoding") as bar:
         bar.start(len(x))
         index = to_faiss(q, x, kind=cast(Kind | None, kind), ids=names, progress=bar.advance)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast, get_args
 import torch
 import typer
 
-from givens import files, vectors
+from givens import vectors
 from givens.cli import output as out
 from givens.fixed import METHODS, SAMPLE, Init, Method, Progress
 from givens.fixed import fit as fit_quantizer
@@ -49,7 +49,7 @@ def fit(
     place = out.check_device(device)
     x = vectors.read(source, "train")
     start = _start(init)
-    files.check_writable(output)
+    out.check_output(output, source)
     passes: list[float] = []
     with out.progress("fitting") as bar:
 

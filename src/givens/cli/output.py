@@ -75,6 +75,14 @@ def write_record(path: Path, content: dict[str, Any]) -> Path:
     return beside
 
 
+def check_output(path: Path, *sources: str | Path) -> None:
+    """Find out before the work whether it can be written, and not over what it is made of."""
+    for source in sources:
+        if path.exists() and Path(source).exists() and path.samefile(source):
+            raise ValueError(f"--output must not be {source}, which is read")
+    files.check_writable(path)
+
+
 def size(path: Path) -> str:
     """A file's size, for people."""
     count = float(path.stat().st_size)

@@ -51,7 +51,7 @@ def search(
         if path is not None:
             if path.suffix != ".npy":
                 raise ValueError(f"{path} must end in .npy")
-            files.check_writable(path)
+            out.check_output(path, index, queries, rerank or index)
     stored = load_index(index)
     asked = vectors.read(queries, "test")
     check_queries(stored.index, asked, k)
