@@ -12,8 +12,8 @@ Kills: a child overwrites a file again and again until SIGKILL; then the file mu
 new one. Full disk: a file is overwritten by one that does not fit, on a small tmpfs, or where it
 cannot be mounted under a limit on the file's size.
 
-hnswlib takes part where it is installed. nanopq is left out: it is stored by pickle, which runs what
-a file says, so that there is nothing to expect of it.
+hnswlib takes part where it is installed. nanopq is left out: it is stored by pickle, which runs
+what a file says, so that there is nothing to expect of it.
 """
 
 import argparse
