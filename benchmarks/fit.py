@@ -224,7 +224,9 @@ def summarise(rows: list[dict[str, object]]) -> None:
         )
     ours = found.get("givens gcd-greedy")
     for contender, (error, seconds) in found.items():
-        against = f"  ours {ours[0] / error:.3f} of it, {seconds / ours[1]:.1f}× faster" if ours else ""
+        against = (
+            f"  ours {ours[0] / error:.3f} of it, {seconds / ours[1]:.1f}× faster" if ours else ""
+        )
         print(f"    {contender:20s} {error:10.5g} {seconds:8.2f} s{against}", flush=True)
 
 

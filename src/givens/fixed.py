@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from givens import files, moments
-from givens.kmeans import Clusters, kmeans, pass_over, started, updated
+from givens.kmeans import Clusters, kmeans, pass_over, updated
 from givens.quantizer import Metric, Quantizer
 from givens.rotation import check_orthogonal, determinant, random_rotation
 from givens.sample import Sample
@@ -33,10 +33,11 @@ PER_CODEWORD, PER_AXIS = 16, 8
 # Passes over each size of the sample, and of each start that is tried.
 PASSES = 20
 TRIAL = 8
-# Turns of n/2 planes after a pass: by exact angles, and as in the paper.
-EXACT_STEPS, RAW_STEPS = 32, 5
-# A stage ends when a pass lowers the distortion by less than this part of it.
-EARLY, LATE = 1e-3, 2e-4
+# Turns of n/2 planes after a pass: by exact angles, and as in the paper. An exact one costs n²K,
+# so that this many over n of them cost a small part of the pass at any n.
+EXACT_STEPS, RAW_STEPS = 8192, 5
+# A stage ends when a pass lowers the distortion by less than this part of it; early ones sooner.
+TOLERANCE, EARLY = 2e-4, 5
 COARSE_PASSES = 10
 
 
@@ -57,19 +58,16 @@ class Progress:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, whole or not at all."""
-        numbers = {name: getattr(self, name) for name in ("iteration", "iterations", "vectors")}
-        # As text of its bits: a resumed run must take the same decisions.
-        metadata = {**numbers, "distortion": self.distortion.hex()}
-        tensors = {"rotation": self.rotation.contiguous(), "codebooks": self.codebooks}
-        files.save(path, KIND, tensors, {name: str(value) for name, value in metadata.items()})
+        parts = dataclasses.asdict(self)
+        tensors = {name: parts.pop(name).contiguous() for name in ("rotation", "codebooks")}
+        files.save(path, KIND, tensors, parts)
 
     @classmethod
     def load(cls, path: str | Path) -> "Progress":
-        """Read what `save` wrote."""
+        """Read what `save` wrote; a file that is not as it was saved is refused."""
         contents = files.load(path, KIND)
-        numbers = {k: int(v) for k, v in contents.metadata.items() if k != "distortion"}
-        distortion = float.fromhex(contents.metadata["distortion"])
-        return cls(**numbers, distortion=distortion, **contents.tensors)
+        parts: dict[str, Any] = {**contents.metadata, **contents.tensors}
+        return cls(**parts)
 
 
 def fit(
@@ -85,6 +83,7 @@ def fit(
     iterations: int | None = None,
     sample: int | None = SAMPLE,
     grow: bool = True,
+    tolerance: float = TOLERANCE,
     rate: float | None = None,
     steps: int | None = None,
     callback: Callable[[Progress], None] | None = None,
@@ -113,9 +112,10 @@ def fit(
             the sample does not grow.
         sample: how many vectors to look at, drawn once; None for all, read again in every pass.
         grow: whether early passes look at a part of the sample.
+        tolerance: it stops when a pass lowers the distortion by less than this part; −1 for never.
         rate: the paper's λ, for its raw steps with codewords held, which has the square of the
             data's scale in it. Without it the angles are exact, and the codewords follow.
-        steps: turns of n/2 planes after a pass; 32 unless given, 5 with a rate.
+        steps: turns of n/2 planes after a pass; 8192/n unless given, 5 with a rate.
         callback: told of every pass. It may raise to stop.
         resume: what a callback was told; the run then ends as if it had not been interrupted, given
             the same vectors and options.
@@ -123,20 +123,19 @@ def fit(
     """
     _check(x, subspaces, codewords, coarse, sample)
     _check_choices(method, metric, rate, steps, iterations)
+    _check_init(init, subspaces, codewords, x.shape[1])
     device = torch.device(device or (x.device if isinstance(x, Tensor) else "cpu"))
-    data = Sample(x, device, normalise=metric == "cosine")
-    if sample is None:
-        data.check()
-    else:
-        data = Sample(x, device).drawn(sample, seed)
-        data.check()
-        data.normalise = metric == "cosine"
+    data = Sample(x, device)
+    if sample is not None:
         data = data.drawn(sample, seed)
+    data.check()
+    if metric == "cosine":
+        data = data.seen(normalise=True)
     centroids = None
     if coarse:
         centroids = _coarse(data, coarse, metric, seed, init)
-        data = data.less(centroids)
-    run = Run(data, subspaces, codewords, method, seed, rate, steps, iterations, grow)
+        data = data.seen(centroids=centroids)
+    run = Run(data, subspaces, codewords, method, seed, rate, steps, iterations, grow, tolerance)
     W, C = run.finish(init, callback, resume)
     return Quantizer(W.mT, C, None if centroids is None else centroids @ W.mT, metric)
 
@@ -154,6 +153,7 @@ class Run:
     steps: int | None
     iterations: int | None
     grow: bool
+    tolerance: float
 
     def finish(
         self,
@@ -162,40 +162,38 @@ class Run:
         resume: Progress | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Begin or go on, and alternate until it pays no more."""
-        stages = self.stages(1 if isinstance(init, Quantizer) else None)
+        stages = self.stages(1 if isinstance(init, Quantizer) else 3)
         last = sum(passes for _, passes in stages)
         if resume is None:
-            sample = self.data.drawn(stages[0][0], self.seed)
-            at, W, C = self.begin(init, sample, stages[0][1])
+            at, W, C = self.begin(init, self.data.drawn(stages[0][0], self.seed), stages[0][1])
             before = torch.inf
         else:
             at, before = resume.iteration, resume.distortion
-            W, C = resume.rotation.mT.to(self.data.device), resume.codebooks.to(self.data.device)
+            W = resume.rotation.mT.to(self.data.device).contiguous()
+            C = resume.codebooks.to(self.data.device)
         end = 0
         for size, passes in stages:
             begin, end = end, end + passes
             if at >= end:
                 continue
-            sample = self.data if size == len(self.data) else self.data.drawn(size, self.seed)
-            enough = LATE if size == len(self.data) else EARLY
+            whole = size == len(self.data)
+            sample = self.data if whole else self.data.drawn(size, self.seed)
             while at < end:
-                new = at in (begin, 0)
-                error, W, C = self.alternate(sample, W, C, at)
-                at += 1
-                if not new and not error < before * (1 - enough):
-                    at = end
-                before = error
+                error, turned, moved = self.alternate(sample, W, C, at)
+                enough = self.tolerance * (1 if whole else EARLY)
+                pays = at == begin or error < before * (1 - enough)
+                at, before, W, C = at + 1 if pays else end, error, turned, moved
                 if callback:
                     callback(Progress(at, last, size, error, W.mT.clone(), C.clone()))
         if isinstance(init, str) and init == "auto" and self.method != "pq":
-            return self.better((W, C), self.plain())
+            return min((W, C), self.plain(), key=self.error)
         return W, C
 
-    def stages(self, most: int | None = None) -> list[tuple[int, int]]:
+    def stages(self, most: int) -> list[tuple[int, int]]:
         """(vectors, passes) of each size of the sample, the last one all of it."""
         sizes = [len(self.data)]
         least = max(PER_CODEWORD * self.codewords, PER_AXIS * self.data.dim)
-        while self.grow and len(sizes) < (most or 3) and sizes[0] // GROWTH >= least:
+        while self.grow and len(sizes) < most and sizes[0] // GROWTH >= least:
             sizes.insert(0, sizes[0] // GROWTH)
         total = PASSES * len(sizes) if self.iterations is None else self.iterations
         share = total // len(sizes)
@@ -208,29 +206,26 @@ class Run:
         """The pass to go on from, W and C."""
         device, n = self.data.device, self.data.dim
         if isinstance(init, Quantizer):
-            _check_warm(init, self)
-            return 0, init.rotation.mT.to(device).clone(), init.codebooks.to(device)
+            return 0, init.rotation.mT.to(device).contiguous(), init.codebooks.to(device)
         if isinstance(init, Tensor):
-            W = _checked(init, n).mT.to(device, torch.float32).contiguous()
+            W = init.detach().mT.to(device, torch.float32).contiguous()
         elif init == "random":
-            W = random_rotation(n, self.seed).mT.contiguous().to(device)
+            W = random_rotation(n, self.seed).mT.to(device).contiguous()
         elif init == "eigen":
             W = eigen_allocation(sample, self.subspaces)
         else:
             W = torch.eye(n, device=device)
-        C = self.codebooks(sample, W)
-        if self.method == "pq" or init != "auto":
-            return 0, W, C
+        if init != "auto" or self.method == "pq":
+            return 0, W, self.codebooks(sample, W)
+        tried = []
         trial = min(TRIAL, passes - 1)
-        best = None
         for start in (W, eigen_allocation(sample, self.subspaces)):
-            tried = start, self.codebooks(sample, start)
-            error = 0.0
+            error, W, C = torch.inf, start, self.codebooks(sample, start)
             for at in range(trial):
-                error, *tried = self.alternate(sample, *tried, at)
-            if best is None or error < best[0]:
-                best = error, *tried
-        return trial, best[1], best[2]
+                error, W, C = self.alternate(sample, W, C, at)
+            tried.append((error, W, C))
+        _, W, C = min(tried, key=lambda one: one[0])
+        return trial, W, C
 
     def codebooks(self, sample: Sample, W: Tensor) -> Tensor:
         """Sampled vectors to begin with."""
@@ -247,39 +242,40 @@ class Run:
         turned = self.turned(clusters, W, at, len(sample)) if rotates else W
         if rotates:
             # Codewords follow the exact turns, which count on it; raw steps leave them in place.
-            follow = W @ turned.mT if self.rate is None and "-" in self.method else None
+            follow = W @ turned.mT if self.exact else None
             clusters = _own(clusters, follow)
         return float(clusters.error), turned, updated(C, clusters, self.seed + at)
 
     def turned(self, clusters: Clusters, W: Tensor, at: int, N: int) -> Tensor:
         """W after the turns of one iteration."""
-        method, W, Z = self.method, W.clone(), moments.roots(clusters)
-        steps = self.steps or (EXACT_STEPS if self.rate is None else RAW_STEPS)
-        drawn = {"steps": steps, "seed": self.seed, "step": at * steps}
-        if "-" in method and self.rate is None:
-            moments.turn_best_(W, Z, method, **drawn)
+        W, Z = W.clone(), moments.roots(clusters)
+        if self.exact:
+            steps = self.steps or max(EXACT_STEPS // len(W), 8)
+            moments.turn_best_(W, Z, self.method, steps=steps, seed=self.seed, step=at * steps)
             return W
-        T = moments.cross_products(Z) / N
-        if method == "opq":
+        T, steps = moments.cross_products(Z) / N, self.steps or RAW_STEPS
+        if self.method == "opq":
             moments.turn_procrustes_(W, T)
-        elif method == "cayley":
-            moments.turn_cayley_(W, T, rate=self.rate, steps=self.steps or RAW_STEPS)
-        else:
-            moments.turn_raw_(W, T, method, rate=self.rate, **drawn)
+        elif self.method == "cayley":
+            moments.turn_cayley_(W, T, rate=self.rate, steps=steps)
+        elif self.rate is not None:
+            how = {"steps": steps, "seed": self.seed, "step": at * steps}
+            moments.turn_raw_(W, T, self.method, rate=self.rate, **how)
         return W
+
+    @property
+    def exact(self) -> bool:
+        """Whether planes are turned by their best angle, the codewords following."""
+        return self.rate is None and self.method.startswith(("gcd-", "overlapping-"))
 
     def plain(self) -> tuple[Tensor, Tensor]:
         """What method="pq" gives."""
         return dataclasses.replace(self, method="pq", rate=None, steps=None).finish("identity")
 
-    def better(self, *found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The one with the lower distortion of all vectors."""
-
-        def error(one: tuple[Tensor, Tensor]) -> float:
-            W, C = one
-            return float(pass_over((part @ W.mT for part in self.data.chunks()), C).error)
-
-        return min(found, key=error)
+    def error(self, found: tuple[Tensor, Tensor]) -> float:
+        """The distortion of all vectors by W and C."""
+        W, C = found
+        return float(pass_over((part @ W.mT for part in self.data.chunks()), C).error)
 
 
 def eigen_allocation(sample: Sample, subspaces: int) -> Float[Tensor, "n n"]:
@@ -304,18 +300,17 @@ def eigen_allocation(sample: Sample, subspaces: int) -> Float[Tensor, "n n"]:
         rows[d].append(axis)
         # Above 0, so that every axis makes its subspace's product larger.
         products[d] += logs[axis] - logs[0]
-    W = vectors.mT[[axis for row in rows for axis in row]]
+    W: Tensor = vectors.mT[[axis for row in rows for axis in row]]
     W[0] *= determinant(W)
-    return W.float().contiguous()
+    return W.to(torch.float32).contiguous()
 
 
 def _own(clusters: Clusters, follow: Tensor | None) -> Clusters:
     """The sums of sub-vectors, from those of whole vectors, turned by Q where it is given."""
-    D, K, n = clusters.sums.shape
-    w = n // D
+    D, _, n = clusters.sums.shape
     eye = torch.eye(n, dtype=torch.float64, device=clusters.sums.device)
     Q = eye if follow is None else follow.double()
-    sums = clusters.sums @ Q.view(n, D, w).transpose(0, 1)
+    sums = clusters.sums @ Q.view(n, D, n // D).transpose(0, 1)
     return dataclasses.replace(clusters, sums=sums)
 
 
@@ -379,21 +374,22 @@ def _check_choices(
             raise ValueError(f"{name} must be at least 1, but got {name}={number}")
 
 
-def _check_warm(init: Quantizer, run: Run) -> None:
-    wanted = run.subspaces, run.codewords, run.data.dim // run.subspaces
-    if tuple(init.codebooks.shape) != wanted:
+def _check_init(init: Any, subspaces: int, codewords: int, n: int) -> None:
+    if isinstance(init, Quantizer):
+        shape, wanted = tuple(init.codebooks.shape), (subspaces, codewords, n // subspaces)
+        if shape != wanted:
+            raise ValueError(f"init must have codebooks of shape {wanted}, but got {shape}")
+    elif isinstance(init, Tensor):
+        if init.shape != (n, n):
+            raise ValueError(f"init must have shape ({n}, {n}), but got {tuple(init.shape)}")
+        check_orthogonal("init", init)
+        if determinant(init) < 0:
+            raise ValueError(
+                "init must have determinant +1, but got −1; flip the sign of one column, "
+                "or call givens.project(init) first"
+            )
+    elif init not in get_args(Init):
+        listed = ", ".join(map(repr, get_args(Init)))
         raise ValueError(
-            f"init must have codebooks of shape {wanted}, but got {tuple(init.codebooks.shape)}"
+            f"init must be one of {listed}, a rotation or a Quantizer, but got {init!r}"
         )
-
-
-def _checked(init: Tensor, n: int) -> Tensor:
-    if init.shape != (n, n):
-        raise ValueError(f"init must have shape ({n}, {n}), but got {tuple(init.shape)}")
-    check_orthogonal("init", init)
-    if determinant(init) < 0:
-        raise ValueError(
-            "init must have determinant +1, but got −1; flip the sign of one column, "
-            "or call givens.project(init) first"
-        )
-    return init

@@ -5,32 +5,22 @@ X (N, D, w) vectors cut into D sub-vectors of width w; C (D, K, w) the codewords
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Integer, Num
 from torch import Tensor
 
 from givens import kernels
 
 Start = Literal["sampled", "plus-plus"]
 
-# Numbers in a slice of the data, and in the distances of it that are held at once.
+# Numbers in a slice of the data, and distances that are held at once on a CPU and on a GPU.
 SLICE = 1 << 22
-BUFFER = 1 << 22
+BUFFER, DEVICE_BUFFER = 1 << 22, 1 << 26
 # Vectors per codeword that k-means++ looks at.
 SEEDS = 32
-
-
-class Sliceable(Protocol):
-    """What k-means reads, slice by slice: a tensor, an array, a memory-mapped file."""
-
-    @property
-    def shape(self) -> Any:
-        """(N, D, w)."""
-
-    def __getitem__(self, key: Any, /) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +58,7 @@ def nearest(
 
 
 def kmeans(
-    X: Float[Tensor, "N D w"] | Sliceable,
+    X: Num[Tensor, "N D w"] | Num[np.ndarray[Any, Any], "N D w"],
     codewords: int = 256,
     *,
     iterations: int = 25,
@@ -81,7 +71,7 @@ def kmeans(
     X is read a slice at a time, so a memory-mapped array may be larger than memory.
 
     Args:
-        X: a tensor, or anything that is sliced like one.
+        X: a tensor or an array, of any number type.
         codewords: K, at most the number of vectors.
         iterations: passes over the data.
         seed: of the start and of where empty codewords go.
@@ -89,7 +79,7 @@ def kmeans(
             codebooks to begin with.
         device: where to compute, if X is not a tensor.
     """
-    N, D, w = X.shape
+    N = X.shape[0]
     if not 1 <= codewords <= N:
         raise ValueError(
             f"codewords must be in 1..N, but got codewords={codewords} for N={N} vectors"
@@ -123,7 +113,7 @@ def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clu
             sums += added
             continue
         # A product with ones and zeros adds in a fixed order on a GPU, which scattering does not.
-        for rows in slices(len(Y), BUFFER // (D * K)):
+        for rows in slices(len(Y), _buffer(Y) // (D * K)):
             member = torch.nn.functional.one_hot(codes[rows].T.long(), K).to(Y.dtype)
             y = Y[rows].expand(D, -1, -1) if whole else cut(Y[rows], D)
             sums += member.mT @ y
@@ -137,20 +127,20 @@ def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     if kernels.choose(Y) == "numba":
         from givens.kernels import lloyd
 
-        codes, distances = lloyd.nearest(Y.contiguous().numpy(), C.contiguous().numpy())
-        return torch.from_numpy(codes), torch.from_numpy(distances)
+        found = lloyd.nearest(Y.contiguous().numpy(), C.contiguous().numpy())
+        return torch.from_numpy(found[0]), torch.from_numpy(found[1])
     D, K, _ = C.shape
     # From the codewords' mean both are small, and so is what rounding does to |x|² − 2x·c + |c|².
     mean = C.mean(1, keepdim=True)
     C = C - mean
     squares = C.square().sum(-1)[:, None]
-    found = []
-    for rows in slices(len(Y), BUFFER // (D * K)):
+    codes = torch.empty(len(Y), D, dtype=torch.int64, device=Y.device)
+    distances = torch.empty(len(Y), D, device=Y.device)
+    for rows in slices(len(Y), _buffer(Y) // (D * K)):
         X = cut(Y[rows], D) - mean
-        least, codes = torch.baddbmm(squares, X, C.mT, alpha=-2).min(-1)
-        found.append((codes.T, (least + X.square().sum(-1)).clamp_min(0).T))
-    codes, distances = zip(*found, strict=True)
-    return torch.cat(codes), torch.cat(distances)
+        least, index = torch.baddbmm(squares, X, C.mT, alpha=-2).min(-1)
+        codes[rows], distances[rows] = index.T, (least + X.square().sum(-1)).clamp_min(0).T
+    return codes, distances
 
 
 def updated(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
@@ -225,7 +215,8 @@ def as_float(part: Any, device: torch.device | str) -> Tensor:
         part = np.ascontiguousarray(part, dtype=np.float32)
         # A tensor cannot share what may not be written: a file mapped for reading.
         part = torch.from_numpy(part if part.flags.writeable else part.copy())
-    return part.detach().to(device).float()
+    tensor: Tensor = part.detach().to(device, torch.float32)
+    return tensor
 
 
 def cut(Y: Tensor, D: int) -> Tensor:
@@ -238,3 +229,7 @@ def slices(length: int, rows: int) -> Iterator[slice]:
     rows = max(rows, 1)
     for first in range(0, length, rows):
         yield slice(first, min(first + rows, length))
+
+
+def _buffer(Y: Tensor) -> int:
+    return DEVICE_BUFFER if Y.is_cuda else BUFFER

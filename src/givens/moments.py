@@ -48,12 +48,14 @@ TIDY_EVERY = kernels.TIDY_EVERY
 def roots(clusters: Clusters) -> Float[Tensor, "n D K"]:
     """Z, axis by axis: (D, K) numbers for each, contiguous, so that a turn mixes two rows."""
     scaled = clusters.sums / clusters.counts.clamp_min(1).sqrt()[..., None]
-    n, K = clusters.sums.shape[2], clusters.sums.shape[1]
+    _, K, n = clusters.sums.shape
     if n < K:
-        # M_d has rank n at most, and so n numbers an axis instead of K.
+        # M_d has rank n at most: n numbers an axis do for K. What is added to all of them alike, so
+        # that they have a Cholesky factor, is the same for every rotation.
         M = scaled.mT @ scaled
-        values, vectors = torch.linalg.eigh(M)
-        scaled = (vectors * values.clamp_min(0).sqrt()[:, None]).mT
+        least = M.diagonal(dim1=1, dim2=2).mean() * 1e-10 + 1e-30
+        M.diagonal(dim1=1, dim2=2).add_(least)
+        scaled = torch.linalg.cholesky_ex(M).L.mT
     return scaled.permute(2, 0, 1).float().contiguous()
 
 
@@ -73,7 +75,7 @@ def root_gains(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
     if kernels.choose(Z) == "numba":
         from givens.kernels import planes
 
-        roots, scratch = Z.new_empty(2, n, n)
+        roots, scratch = Z.new_empty(n, n), Z.new_empty(n, n)
         planes.root_gains(Z.numpy(), scratch.numpy(), roots.numpy())
         return roots
     T = cross_products(Z)
@@ -121,7 +123,7 @@ def choose_planes(
 def turn_best_(
     W: Float[Tensor, "n n"],
     Z: Float[Tensor, "n D K"],
-    method: Learned,
+    method: str,
     *,
     steps: int,
     seed: int,
@@ -132,7 +134,7 @@ def turn_best_(
     for s in range(step, step + steps):
         pairs = choose_planes(method, n, seed, s, lambda: root_gains(Z)).to(W.device)
         # Planes that share an axis are turned one after another, each by its angle at its turn.
-        for planes in (pairs,) if method.startswith("gcd") else pairs.split(1):
+        for planes in (pairs,) if method.startswith("gcd") else pairs[:, None]:
             theta = plane_angles(Z, planes)
             turn_rows_(Z.view(n, -1), planes, theta, disjoint=True)
             turn_rows_(W, planes, theta, disjoint=True)
@@ -142,7 +144,7 @@ def turn_best_(
 def turn_raw_(
     W: Float[Tensor, "n n"],
     T: Float[Tensor, "n n"],
-    method: Learned,
+    method: str,
     *,
     rate: float,
     steps: int,
@@ -176,7 +178,8 @@ def turn_cayley_(
 
         def turned(tau: float, A: Tensor = A) -> Tensor:
             # Rows of T and W turn by Qᵀ.
-            return torch.linalg.solve(eye - 2 * tau * A, eye + 2 * tau * A).mT
+            Q: Tensor = torch.linalg.solve(eye - 2 * tau * A, eye + 2 * tau * A)
+            return Q.mT
 
         Q = turned(tau)
         if rate is None:
