@@ -1,24 +1,88 @@
+import contextlib
+import io
 import json
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
+import faiss
+import h5py
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import givens
-from givens.cli import app
+from givens.cli import app, main
 from givens.cli.demo import METHODS
+from givens.cli.evaluate import first_recall, recall
+from givens.export.faiss import from_faiss
+
+n = 16
 
 
-def run(*arguments):
+def run(*arguments, **options):
     return subprocess.run(
-        [sys.executable, "-m", "givens", *map(str, arguments)], capture_output=True, text=True
+        [sys.executable, "-m", "givens", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        **options,
     )
+
+
+def invoke(*arguments):
+    """The same in this process, where nothing is to be told in one line."""
+    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@dataclass
+class Done:
+    code: int
+    error: str
+
+
+def main_in_process(arguments):
+    """`givens` as a shell runs it, without starting Python anew."""
+    error = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(error):
+        patch.setattr(sys, "argv", ["givens", *map(str, arguments)])
+        patch.setattr(signal, "signal", lambda *_: None)
+        with pytest.raises(SystemExit) as left:
+            main()
+    return Done(left.value.code, error.getvalue())
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Vectors, queries, their true neighbours and quantizers with and without lists."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((2000, n)).astype(np.float32) * np.linspace(2, 0.3, n)
+    queries = x[:50] + 0.05 * generator.standard_normal((50, n))
+    far = ((queries[:, None] - x[None]) ** 2).sum(2)
+    np.save(tmp_path / "x.npy", x.astype(np.float32))
+    np.save(tmp_path / "queries.npy", queries.astype(np.float32))
+    np.save(tmp_path / "truth.npy", far.argsort(1)[:, :100])
+    for name, L in (("flat", 0), ("ivf", 20)):
+        coarse = torch.from_numpy(x[:L]).float() if L else None
+        words = torch.from_numpy(x[-256:]).float() * (0.5 if L else 1)
+        q = givens.Quantizer(torch.eye(n), words.reshape(256, 8, 2).transpose(0, 1), coarse)
+        q.save(tmp_path / f"{name}.safetensors")
+    return tmp_path
 
 
 def test_version_and_help():
     assert CliRunner().invoke(app, ["--version"]).output.strip() == f"givens {givens.__version__}"
-    assert "Example: givens demo" in CliRunner().invoke(app, ["demo", "--help"]).output
+    for command in ("fit", "build", "search", "evaluate", "inspect", "demo"):
+        assert f"Example: givens {command}" in invoke(command, "--help")
 
 
 def test_demo_shows_every_method(tmp_path):
@@ -33,6 +97,232 @@ def test_demo_shows_every_method(tmp_path):
     assert (tmp_path / "convergence.png").stat().st_size > 10_000
 
 
+@pytest.fixture
+def bad(folder):
+    """What users bring."""
+    x = np.load(folder / "x.npy")
+    (folder / "table.csv").write_text("1.0,2.0\n" * 50)
+    (folder / "csv.npy").write_text("1.0,2.0\n" * 50)
+    (folder / "cut.npy").write_bytes((folder / "x.npy").read_bytes()[:5000])
+    whole = (folder / "flat.safetensors").read_bytes()
+    (folder / "cut.safetensors").write_bytes(whole[:-100])
+    np.save(folder / "narrow.npy", x[:, :5])
+    np.save(folder / "few.npy", x[:5])
+    x[3, 2] = np.nan
+    np.save(folder / "nan.npy", x)
+    with contextlib.chdir(folder):
+        for name in ("good", "bad"):
+            invoke("build", "flat.safetensors", "x.npy", "-o", f"{name}.faiss")
+    raw = bytearray((folder / "bad.faiss").read_bytes())
+    raw[-5000] ^= 1
+    (folder / "bad.faiss").write_bytes(raw)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["flat", "ivf"])
+def test_build_search_and_evaluate(folder, monkeypatch, name):
+    monkeypatch.chdir(folder)
+    told = invoke("build", f"{name}.safetensors", "x.npy", "-o", "index.faiss")
+    assert "Indexed 2,000 vectors of 16 in " in told
+    assert "Next: givens search index.faiss" in told
+    record = json.loads((folder / "index.faiss.json").read_text())
+    q = givens.load(f"{name}.safetensors")
+    assert record["fingerprint"] == q.fingerprint
+    assert record["configuration"]["vectors"] == "x.npy"
+    assert {"torch", "givens"} <= set(record["versions"])
+    assert from_faiss(faiss.read_index("index.faiss")).fingerprint == q.fingerprint
+
+    told = invoke("search", "index.faiss", "queries.npy", "-k", 5)
+    assert "Searched 50 queries among 2,000 vectors" in told
+    told = invoke("search", "index.faiss", "queries.npy", "-k", 5, "--nprobe", 20, "-o", "n.npy")
+    assert "Written: n.npy, n.npy.json" in told
+    truth = np.load("truth.npy")
+    found = np.load("n.npy")
+    index = faiss.read_index("index.faiss")
+    if name == "ivf":
+        faiss.downcast_index(index.index).nprobe = 20
+    assert np.array_equal(found, index.search(np.load("queries.npy"), 5)[1])
+
+    again = ["--rerank", "x.npy", "--candidates", 200, "--nprobe", 20]
+    invoke(
+        "search", "index.faiss", "queries.npy", "-k", 5, *again, "-o", "r.npy", "--scores", "s.npy"
+    )
+    assert recall(np.load("r.npy"), truth, 5) > max(0.99, recall(found, truth, 5))
+    best = ((np.load("queries.npy") - np.load("x.npy")[truth[:, 0]]) ** 2).sum(1)
+    assert np.allclose(np.load("s.npy")[:, 0], best, rtol=1e-4)
+
+    told = invoke("evaluate", "index.faiss", "queries.npy", "--groundtruth", "truth.npy")
+    result = json.loads((folder / "evaluation" / "rows.json").read_text())
+    last = result["rows"][-1]
+    assert last["recall@10"] == pytest.approx(recall(_all(index), truth, 10), abs=1e-9)
+    assert last["1-recall@100"] >= last["1-recall@10"] >= last["1-recall@1"] == last["recall@1"]
+    assert last["queries_a_second"] > 0
+    assert f"{last['recall@10']:.4f}" in told
+    assert "Bytes a vector: " in told
+    if name == "ivf":
+        assert result["rows"][0]["nprobe"] == 1
+        assert result["rows"][0]["recall@10"] < last["recall@10"]
+        assert (folder / "evaluation" / "recall.png").stat().st_size > 10_000
+    for file in ("index.faiss", f"{name}.safetensors", "x.npy"):
+        assert "next" in invoke("inspect", file)
+    assert q.fingerprint in invoke("inspect", "index.faiss")
+
+
+def _all(index):
+    return index.search(np.load("queries.npy"), 100)[1]
+
+
+def test_fit_to_search(folder, monkeypatch):
+    """The whole way, from vectors to neighbours."""
+    monkeypatch.chdir(folder)
+    options = ["--subspaces", 4, "--codewords", 64, "--coarse", 8, "--seed", 5]
+    told = invoke("fit", "x.npy", "-o", "q.safetensors", *options)
+    assert "Fitted gcd-greedy to 2,000 vectors of 16 in " in told
+    assert "Next: givens build q.safetensors" in told
+    q = givens.load("q.safetensors")
+    assert q.codebooks.shape == (4, 64, 4)
+    assert len(q.coarse) == 8
+    record = json.loads((folder / "q.safetensors.json").read_text())
+    assert record["fingerprint"] == q.fingerprint
+    assert record["seed"] == 5
+    assert record["configuration"]["subspaces"] == 4
+    assert record["distortion"] == pytest.approx(q.distortion(np.load("x.npy")), rel=1e-4)
+    invoke("fit", "x.npy", "-o", "again.safetensors", *options)
+    assert givens.load("again.safetensors").fingerprint == q.fingerprint
+    invoke("fit", "x.npy", "-o", "on.safetensors", *options, "--init", "q.safetensors")
+    assert givens.load("on.safetensors").distortion(np.load("x.npy")) <= record["distortion"] * 1.01
+
+    invoke("build", "q.safetensors", "x.npy", "-o", "index.faiss")
+    assert json.loads((folder / "index.faiss.json").read_text())["seed"] == 5
+    search = ["search", "index.faiss", "queries.npy", "-k", 10, "--nprobe", 8, "-o", "n.npy"]
+    invoke(*search, "--rerank", "x.npy")
+    assert recall(np.load("n.npy"), np.load("truth.npy"), 10) > 0.95
+
+
+def test_recalls_by_hand():
+    found, truth = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[3, 2, 9], [4, 7, 8]])
+    assert recall(found, truth, 1) == 0.5
+    assert recall(found, truth, 2) == 0.5
+    assert recall(found, truth, 3) == 0.5
+    assert first_recall(found, truth, 1) == 0.5
+    assert first_recall(found, truth, 3) == 1.0
+
+
+def test_ids_of_the_users_choosing(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    ids = np.random.default_rng(0).permutation(5000)[:2000]
+    np.save("ids.npy", ids)
+    for name in ("flat", "ivf"):
+        invoke("build", f"{name}.safetensors", "x.npy", "-o", "index.faiss", "--ids", "ids.npy")
+        search = ["search", "index.faiss", "queries.npy", "-k", 1, "--nprobe", 20, "-o", "n.npy"]
+        invoke(*search, "--rerank", "x.npy", "--ids", "ids.npy")
+        assert np.array_equal(np.load("n.npy")[:, 0], ids[np.load("truth.npy")[:, 0]])
+        with pytest.raises(ValueError, match=r"--rerank needs --ids ids\.npy"):
+            invoke(*search, "--rerank", "x.npy")
+
+
+def test_one_file_of_ann_benchmarks_is_enough(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with h5py.File("data.hdf5", "w") as file:
+        for table, name in (("train", "x"), ("test", "queries"), ("neighbors", "truth")):
+            file[table] = np.load(f"{name}.npy")
+    invoke("fit", "data.hdf5", "-o", "q.safetensors", "--codewords", 16, "--iterations", 3)
+    invoke("build", "q.safetensors", "data.hdf5", "-o", "index.faiss")
+    told = invoke("evaluate", "index.faiss", "data.hdf5", "--groundtruth", "data.hdf5")
+    assert "recall@100" in told
+    assert "2,000" in invoke("inspect", "data.hdf5:train")
+
+
+def test_the_other_forms(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    q = givens.load("ivf.safetensors")
+    givens.Quantizer(q.rotation, q.codebooks[:, :16], q.coarse).save("q.safetensors")
+    invoke("build", "q.safetensors", "x.npy", "-o", "index.faiss", "--kind", "ivfpq-fastscan")
+    assert "IVF" in type(faiss.downcast_index(faiss.read_index("index.faiss").index)).__name__
+
+
+def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
+    """Peak memory with three times the vectors grows by their codes alone."""
+    monkeypatch.chdir(folder)
+    peaks = []
+    for rows in (1_000_000, 3_000_000):
+        table = np.lib.format.open_memmap("big.npy", "w+", np.uint8, (rows, n))
+        table[:] = np.arange(n)
+        del table
+        code = (
+            "import sys; from givens.cli import app\n"
+            "app(sys.argv[1:], standalone_mode=False)\n"
+            "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+        )
+        build = ["build", "flat.safetensors", "big.npy", "-o", "big.faiss"]
+        done = subprocess.run([sys.executable, "-c", code, *build], capture_output=True, text=True)
+        peaks.append(1024 * int(done.stdout.split()[-1]))
+    # 128 MB more of vectors went through as float32; 16 MB more of codes stay.
+    assert peaks[1] - peaks[0] < 16_000_000 + 20_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["build", "none.safetensors", "x.npy"],
+            "there is no quantizer none.safetensors; make one",
+        ),
+        (["build", "x.npy", "x.npy"], "x.npy is not a givens file"),
+        (["build", "cut.safetensors", "x.npy"], "cut.safetensors is damaged"),
+        (["build", "flat.safetensors", "none.npy"], "there is no file none.npy"),
+        (["build", "flat.safetensors", "table.csv"], "table.csv must end in one of .npy"),
+        (["build", "flat.safetensors", "csv.npy"], "csv.npy is not a whole .npy file"),
+        (["build", "flat.safetensors", "cut.npy"], "cut.npy is not a whole .npy file"),
+        (["build", "flat.safetensors", "nan.npy"], "row 3 has NaN"),
+        (["build", "flat.safetensors", "narrow.npy"], "vectors must have shape (N, 16)"),
+        (["build", "flat.safetensors", "x.npy", "--kind", "ivfpq"], "kind 'ivfpq' needs"),
+        (["build", "flat.safetensors", "x.npy", "--kind", "tree"], "kind must be one of"),
+        (["build", "flat.safetensors", "x.npy", "--ids", "nan.npy"], "ids must be 2000 integers"),
+        (["build", "flat.safetensors", "x.npy", "-o", "no/index.faiss"], "there is no folder"),
+        (["build", "flat.safetensors", "x.npy", "-o", "/proc/index.faiss"], "/proc/index.faiss"),
+        (["build", "flat.safetensors", "x.npy", "-o", "/dev/null"], "/dev/null must be a file"),
+        (["fit", "none.npy"], "there is no file none.npy"),
+        (["fit", "csv.npy"], "csv.npy is not a whole .npy file"),
+        (["fit", "nan.npy"], "row 3 has NaN"),
+        (["fit", "few.npy"], "at least as many vectors as codewords, but got 5"),
+        (["fit", "x.npy", "--subspaces", "5"], "dim must be divisible by subspaces"),
+        (["fit", "x.npy", "--codewords", "300"], "codewords must be in 2..256"),
+        (["fit", "x.npy", "--method", "magic"], "method must be one of"),
+        (["fit", "x.npy", "--init", "magic"], "--init must be one of auto"),
+        (["fit", "x.npy", "--init", "cut.safetensors"], "cut.safetensors is damaged"),
+        (["fit", "x.npy", "--device", "abacus"], "--device must be cpu or cuda"),
+        (["fit", "x.npy", "-o", "q.bin"], "q.bin must end in .safetensors"),
+        (["fit", "x.npy", "-o", "/proc/q.safetensors"], "/proc/q.safetensors"),
+        (["build", "flat.safetensors", "x.npy", "-o", "x.npy"], "--output must not be x.npy"),
+        (["search", "good.faiss", "x.npy", "-o", "x.npy"], "--output must not be x.npy"),
+        (["search", "none.faiss", "queries.npy"], "there is no index none.faiss; make one with"),
+        (["search", "table.csv", "queries.npy"], "table.csv is not a Faiss index"),
+        (["search", "good.faiss", "narrow.npy"], "queries must have 16 dimensions"),
+        (["search", "good.faiss", "nan.npy"], "queries must be finite"),
+        (["search", "good.faiss", "queries.npy", "-k", "2001"], "k must be in 1..2000"),
+        (["search", "good.faiss", "queries.npy", "-o", "n.txt"], "n.txt must end in .npy"),
+        (["search", "good.faiss", "queries.npy", "--nprobe", "0"], "--nprobe must be at least 1"),
+        (["search", "good.faiss", "queries.npy", "--rerank", "narrow.npy"], "--rerank must be the"),
+        (["search", "bad.faiss", "queries.npy"], "bad.faiss is not as bad.faiss.json says"),
+        (["evaluate", "good.faiss", "queries.npy", "--groundtruth", "x.npy"], "--groundtruth must"),
+        (["inspect", "none.faiss"], "none.faiss"),
+        (["inspect", "cut.safetensors"], "cut.safetensors is damaged"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(bad, monkeypatch, arguments, message):
+    monkeypatch.chdir(bad)
+    before = names(bad)
+    if arguments[0] in ("fit", "build") and "-o" not in arguments:
+        arguments = [*arguments, "-o", "out.safetensors"]
+    done = main_in_process(arguments)
+    assert done.code == 1
+    assert message in done.error
+    assert done.error.startswith("givens: ")
+    assert len(done.error.strip().splitlines()) == 1
+    assert names(bad) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -45,3 +335,42 @@ def test_errors_are_one_line(arguments, message):
     assert done.returncode == 1
     assert done.stderr.startswith(message)
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_without_faiss_it_says_what_to_install(folder):
+    hide = "import sys; sys.modules['faiss'] = None; from givens.cli import main; main()"
+    build = ["build", "flat.safetensors", "x.npy", "-o", "i.faiss"]
+    done = subprocess.run(
+        [sys.executable, "-c", hide, *build], capture_output=True, text=True, cwd=folder
+    )
+    assert done.returncode == 1
+    assert done.stderr == "givens: a Faiss index needs faiss: pip install 'givens[faiss]'\n"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_the_old_files(folder, how):
+    table = np.lib.format.open_memmap(folder / "big.npy", "w+", np.float32, (3_000_000, n))
+    del table
+    (folder / "index.faiss").write_text("old")
+    before = names(folder)
+    build = ["build", "flat.safetensors", "big.npy", "-o", "index.faiss"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "givens", *build],
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    # Until it has looked at its inputs and encodes.
+    while b"big.npy" not in _maps(process.pid):
+        time.sleep(0.01)
+    process.send_signal(how)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode not in (0, None)
+    assert "Traceback" not in error
+    assert names(folder) == before
+    assert (folder / "index.faiss").read_text() == "old"
+
+
+def _maps(pid):
+    return Path(f"/proc/{pid}/maps").read_bytes()

@@ -1,8 +1,10 @@
 """Learn rotation matrices by Givens coordinate descent, and train embedding indexes end to end."""
 
 from givens import baselines, kernels, pairing
+from givens.fixed import fit
 from givens.optim import GCD
 from givens.pairing import greedy_pairs, random_pairs, steepest_pairs
+from givens.quantizer import Codes, Quantizer, load
 from givens.rotation import (
     Rotation,
     orthogonality_error,
@@ -16,10 +18,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GCD",
+    "Codes",
+    "Quantizer",
     "Rotation",
     "baselines",
+    "fit",
     "greedy_pairs",
     "kernels",
+    "load",
     "orthogonality_error",
     "pairing",
     "project",

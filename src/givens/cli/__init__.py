@@ -1,11 +1,17 @@
 """The command line: one file for each subcommand."""
 
+import signal
 import sys
 
 import typer
 
 import givens
+from givens.cli.build import build
 from givens.cli.demo import demo
+from givens.cli.evaluate import evaluate
+from givens.cli.fit import fit
+from givens.cli.inspect import inspect
+from givens.cli.search import search
 
 app = typer.Typer(
     name="givens",
@@ -14,7 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
+for command in (fit, build, search, evaluate, inspect, demo):
+    app.command()(command)
 
 
 def _version(asked: bool) -> None:
@@ -34,8 +41,18 @@ def options(
 
 def main() -> None:
     """Run; what the user can put right is told in one line."""
+    # As Ctrl-C: what is half-written is taken away on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
-    except (ValueError, ImportError, OSError) as error:
-        typer.echo(f"givens: {error}", err=True)
-        sys.exit(1)
+    except OSError as error:
+        # "q.safetensors: No space left on device", without the number.
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}")
+    except (ValueError, ImportError, MemoryError) as error:
+        _fail(str(error) or "not enough memory")
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"givens: {' '.join(message.split())}", err=True)
+    sys.exit(1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from givens.baselines import Method, optimizer_for
+from givens.cli import output as out
 from givens.rotation import Rotation, orthogonality_error, project, random_rotation
 
 METHODS: tuple[Method, ...] = (
@@ -48,7 +49,7 @@ def demo(
     if dim < 2 or steps < 1:
         raise ValueError(f"--dim must be at least 2 and --steps 1, but got {dim} and {steps}")
     # Before the work, not after it: a missing package, or a folder that cannot be written.
-    pyplot = _pyplot()
+    pyplot = out.pyplot()
     output.mkdir(parents=True, exist_ok=True)
     x, y, best = _examples(dim, seed)
     rows = []
@@ -142,18 +143,6 @@ def _learn(
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("the plot needs matplotlib: pip install 'givens[plots]'") from error
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def _plot(pyplot: Any, rows: list[dict[str, Any]], path: Path) -> None:

@@ -1,0 +1,234 @@
+"""Fit a quantizer to fixed vectors, side by side: givens, Faiss's OPQ and PQ, nanopq.
+
+    python benchmarks/fit.py --data DIR --json results/fit.json
+
+DIR has learn.npy and base_a.npy of the SIFT descriptors, as they are or compressed (.npy.zst);
+without it only the made-up data are run. All contenders train on the same 65,536 vectors and are
+judged by the mean squared error on vectors that none of them saw, computed here in one way for all.
+They take turns, seed after seed, on the same number of threads. Faiss's OPQ is run as it comes,
+from a random rotation, and from the identity, which it can be given; both are followed by its
+ProductQuantizer with its defaults. With --recall, recall@10 of the indexes on all base vectors.
+"""
+
+import argparse
+import importlib.metadata
+import io
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import givens
+
+TRAIN, HELD = 65_536, 200_000
+Fitted = tuple[np.ndarray, np.ndarray]
+
+
+def read(folder: Path, name: str) -> np.ndarray:
+    """An array of the folder, compressed or not."""
+    plain = folder / f"{name}.npy"
+    if plain.exists():
+        return np.load(plain, mmap_mode="r")
+    import zstandard
+
+    with (folder / f"{name}.npy.zst").open("rb") as file:
+        return np.load(io.BytesIO(zstandard.ZstdDecompressor().stream_reader(file).read()))
+
+
+def sift(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Descriptors to train on and others to judge by, spread over the files."""
+    rng = np.random.default_rng(0)
+    learn, base = read(folder, "learn"), read(folder, "base_a")
+    train = learn[np.sort(rng.choice(len(learn), TRAIN, replace=False))]
+    held = base[np.sort(rng.choice(len(base), HELD, replace=False))]
+    return train.astype(np.float32), held.astype(np.float32)
+
+
+def decaying(n: int = 512) -> tuple[np.ndarray, np.ndarray]:
+    """Gaussian vectors, variances falling as 1/i, turned at random."""
+    rng = np.random.default_rng(0)
+    spread = 1 / np.sqrt(np.arange(1, n + 1))
+    R = givens.random_rotation(n, 0).numpy()
+    x = (rng.standard_normal((TRAIN + HELD // 4, n)) * spread).astype(np.float32) @ R
+    return x[:TRAIN], x[TRAIN:]
+
+
+def unit(n: int = 128) -> tuple[np.ndarray, np.ndarray]:
+    """Unit vectors of 1,000 loose clusters, as embeddings of a trained model are."""
+    rng = np.random.default_rng(0)
+    spread = 1 / np.sqrt(np.arange(1, n + 1))
+    centres = rng.standard_normal((1000, n)) * spread
+    x = centres[rng.integers(1000, size=TRAIN + HELD // 4)]
+    x = (x + 0.7 * rng.standard_normal(x.shape) * spread).astype(np.float32)
+    x = x @ givens.random_rotation(n, 1).numpy()
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    return x[:TRAIN], x[TRAIN:]
+
+
+def by_givens(method: str, x: np.ndarray, subspaces: int, seed: int) -> Fitted:
+    """Ours."""
+    q = givens.fit(x, subspaces, method=method, seed=seed)
+    return q.rotation.numpy(), q.codebooks.numpy()
+
+
+def by_faiss(start: str, x: np.ndarray, subspaces: int, seed: int) -> Fitted:
+    """Faiss's OPQ with its own ProductQuantizer after it; start "none" is plain PQ."""
+    import faiss
+
+    n = x.shape[1]
+    R = np.eye(n, dtype=np.float32)
+    if start != "none":
+        opq = faiss.OPQMatrix(n, subspaces)
+        if start == "identity":
+            # What training finds in A it starts from.
+            faiss.copy_array_to_vector(R.ravel(), opq.A)
+        elif seed:
+            faiss.copy_array_to_vector(givens.random_rotation(n, seed).numpy().ravel(), opq.A)
+        # Its k-means draws by a fixed seed: another order of the vectors is another draw.
+        opq.train(shuffled(x, seed))
+        R = faiss.vector_to_array(opq.A).reshape(n, n).T.copy()
+    pq = faiss.ProductQuantizer(n, subspaces, 8)
+    pq.cp.seed += seed
+    pq.train(np.ascontiguousarray(x @ R))
+    return R, faiss.vector_to_array(pq.centroids).reshape(subspaces, 256, -1).copy()
+
+
+def by_nanopq(x: np.ndarray, subspaces: int, seed: int) -> Fitted:
+    """Nanopq's OPQ with its defaults."""
+    import nanopq
+
+    opq = nanopq.OPQ(M=subspaces, Ks=256, verbose=False)
+    opq.fit(x, seed=seed)
+    return opq.R.astype(np.float32), opq.codewords.astype(np.float32)
+
+
+def shuffled(x: np.ndarray, seed: int) -> np.ndarray:
+    """The vectors in another order, or as they are for seed 0."""
+    return x if seed == 0 else x[np.random.default_rng(seed).permutation(len(x))]
+
+
+def distortion(fitted: Fitted, x: np.ndarray) -> float:
+    """The mean squared error, by plain distances in torch."""
+    R, C = map(torch.from_numpy, fitted)
+    total = 0.0
+    for part in torch.from_numpy(x).split(10_000):
+        for y, c in zip((part @ R).chunk(len(C), dim=1), C, strict=True):
+            total += float((y.square().sum(1) + (c.square().sum(1) - 2 * y @ c.T).amin(1)).sum())
+    return total / len(x)
+
+
+CONTENDERS: dict[str, Callable[[np.ndarray, int, int], Fitted]] = {
+    "givens gcd-greedy": lambda x, D, seed: by_givens("gcd-greedy", x, D, seed),
+    "givens pq": lambda x, D, seed: by_givens("pq", x, D, seed),
+    "faiss opq": lambda x, D, seed: by_faiss("random", x, D, seed),
+    "faiss opq identity": lambda x, D, seed: by_faiss("identity", x, D, seed),
+    "faiss pq": lambda x, D, seed: by_faiss("none", x, D, seed),
+    "nanopq opq": by_nanopq,
+}
+
+
+def environment(threads: int) -> dict[str, object]:
+    """What a measured row must carry to mean anything later."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "threads": threads,
+        "python": platform.python_version(),
+        "givens": givens.__version__,
+        "commit": commit,
+        **{name: _version(name) for name in ("torch", "numba", "faiss-cpu", "nanopq")},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def main() -> None:
+    """Fit, judge, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, help="folder of learn.npy and base_a.npy")
+    parser.add_argument("--sets", default="sift:4,sift:8,sift:16,decaying:32,unit:16")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--slow-seeds", type=int, default=1, help="of nanopq, which takes minutes")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    import faiss
+
+    torch.set_num_threads(arguments.threads)
+    faiss.omp_set_num_threads(arguments.threads)
+    about = environment(arguments.threads)
+    print(about)
+    # The compiled loops are compiled before anything is timed.
+    givens.fit(np.random.default_rng(0).standard_normal((300, 16)), 4, 16, iterations=3)
+    makers = {"sift": lambda: sift(arguments.data), "decaying": decaying, "unit": unit}
+    rows = []
+    for entry in arguments.sets.split(","):
+        name, subspaces = entry.split(":")[0], int(entry.split(":")[1])
+        if name == "sift" and arguments.data is None:
+            continue
+        train, held = makers[name]()
+        for seed in range(arguments.seeds):
+            for contender in arguments.contenders.split(","):
+                if contender.startswith("nanopq") and seed >= arguments.slow_seeds:
+                    continue
+                began = time.perf_counter()
+                fitted = CONTENDERS[contender](train, subspaces, seed)
+                seconds = time.perf_counter() - began
+                row = {
+                    "data": name,
+                    "dim": train.shape[1],
+                    "subspaces": subspaces,
+                    "contender": contender,
+                    "seed": seed,
+                    "seconds": round(seconds, 3),
+                    "trained": distortion(fitted, train),
+                    "held_out": distortion(fitted, held),
+                }
+                rows.append({**row, **about})
+                print(
+                    f"{name:8s} D={subspaces:<3d} {contender:20s} seed {seed} {seconds:8.2f} s  "
+                    f"trained {row['trained']:.5g}  held out {row['held_out']:.5g}",
+                    flush=True,
+                )
+                if arguments.json:
+                    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                    arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        summarise([row for row in rows if (row["data"], row["subspaces"]) == (name, subspaces)])
+
+
+def summarise(rows: list[dict[str, object]]) -> None:
+    """Mean distortion and median seconds of each contender, and both against ours."""
+    found = {}
+    for contender in dict.fromkeys(row["contender"] for row in rows):
+        own = [row for row in rows if row["contender"] == contender]
+        found[contender] = (
+            statistics.mean(row["held_out"] for row in own),
+            statistics.median(row["seconds"] for row in own),
+        )
+    ours = found.get("givens gcd-greedy")
+    for contender, (error, seconds) in found.items():
+        against = (
+            f"  ours {ours[0] / error:.3f} of it, {seconds / ours[1]:.1f}× faster" if ours else ""
+        )
+        print(f"    {contender:20s} {error:10.5g} {seconds:8.2f} s{against}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""`givens evaluate`: how much of the truth an index finds, and how fast."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from givens import files, vectors
+from givens.cli import output as out
+from givens.cli.search import batches, check_queries
+
+KS = (1, 10, 100)
+LEAST_SECONDS, MOST_PASSES = 0.2, 10
+# The part of the most recall that is worth waiting for.
+ENOUGH = 0.99
+
+
+def evaluate(
+    index: Annotated[Path, typer.Argument(help="An index, from `givens build` or Faiss.")],
+    queries: Annotated[str, typer.Argument(help="The query vectors.")],
+    groundtruth: Annotated[
+        str, typer.Option(help="File of the queries' true neighbours, nearest first.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the results.")] = Path(
+        "evaluation"
+    ),
+    threads: Annotated[int, typer.Option(help="Threads of Faiss; 0 is all.")] = 0,
+) -> None:
+    """Measure an index: recall@k, 1-recall@k, queries a second, bytes a vector.
+
+    recall@k is the part of the k true neighbours that is among the k found; 1-recall@k says how
+    often the nearest one is among them. An inverted file is measured at nprobe 1, 2, 4 and so on,
+    until more brings nothing, and drawn in recall.png.
+
+    Example: givens evaluate index.faiss queries.fvecs --groundtruth groundtruth.ivecs
+    """
+    from givens.export.faiss import code_size, inverted, load_index
+
+    stored = load_index(index)
+    asked = vectors.read(queries, "test")
+    truth = vectors.read(groundtruth, "neighbors")[:]
+    if len(truth) != len(asked) or truth.dtype.kind not in "iu":
+        raise ValueError(
+            f"--groundtruth must be integers for {len(asked)} queries, but got {truth.dtype} "
+            f"of shape {truth.shape}"
+        )
+    ks = [k for k in KS if k <= min(truth.shape[1], stored.index.ntotal)]
+    check_queries(stored.index, asked, ks[-1])
+    lists = inverted(stored.index)
+    # Before the work: a missing package, or a folder that cannot be written.
+    pyplot = None if lists is None else out.pyplot()
+    output.mkdir(parents=True, exist_ok=True)
+    files.check_writable(output / "rows.json")
+    with out.progress("evaluating") as bar:
+        rows = _sweep(stored.index, lists, asked, truth, ks, threads, bar)
+
+    written = [output / "rows.json"]
+    about = out.record(None, "cpu", index=index, queries=queries, groundtruth=groundtruth)
+    code = code_size(stored.index)
+    whole = index.stat().st_size / stored.index.ntotal
+    files.write_json(
+        written[0],
+        {**about, "rows": rows, "bytes_a_vector": {"code": code, "file": whole}},
+    )
+    if pyplot is not None:
+        written.append(output / "recall.png")
+        _plot(pyplot, rows, ks, written[1])
+    for line in _table(rows, ks):
+        typer.echo(line)
+    typer.echo(f"Bytes a vector: {code} of code, {whole:.1f} of file")
+    typer.echo(f"Written: {', '.join(map(str, written))}")
+    most = rows[-1][f"recall@{ks[-1]}"]
+    enough = next(row for row in rows if row[f"recall@{ks[-1]}"] >= ENOUGH * most)
+    nprobe = "" if lists is None else f" --nprobe {enough['nprobe']}"
+    typer.echo(f"Next: givens search {index} {queries}{nprobe} --rerank VECTORS, for more recall")
+
+
+def recall(found: npt.NDArray[Any], truth: npt.NDArray[Any], k: int) -> float:
+    """|top-k ∩ true-k| / k, the mean over queries."""
+    hits = [len(np.intersect1d(a, b)) for a, b in zip(found[:, :k], truth[:, :k], strict=True)]
+    return float(np.mean(hits) / k)
+
+
+def first_recall(found: npt.NDArray[Any], truth: npt.NDArray[Any], k: int) -> float:
+    """How often the nearest neighbour is among the first k found."""
+    return float((found[:, :k] == truth[:, :1]).any(1).mean())
+
+
+def _sweep(
+    index: Any, lists: Any, asked: Any, truth: Any, ks: list[int], threads: int, bar: out.Bar
+) -> list[dict[str, Any]]:
+    """A row for each nprobe, until recall grows no more."""
+    import faiss
+
+    if threads:
+        faiss.omp_set_num_threads(threads)
+    steps = [1 << power for power in range(lists.nlist.bit_length())] if lists else [1]
+    if lists and steps[-1] != lists.nlist:
+        steps.append(lists.nlist)
+    bar.start(len(steps))
+    rows: list[dict[str, Any]] = []
+    for nprobe in steps:
+        if lists:
+            lists.nprobe = nprobe
+        answers, speed = _measured(index, asked, ks[-1])
+        rows.append(
+            {
+                **({"nprobe": nprobe} if lists else {}),
+                **{f"recall@{k}": recall(answers, truth, k) for k in ks},
+                **{f"1-recall@{k}": first_recall(answers, truth, k) for k in ks},
+                "queries_a_second": speed,
+                "threads": faiss.omp_get_max_threads(),
+            }
+        )
+        bar.advance()
+        last = [[row[f"recall@{k}"] for k in ks] for row in rows[-3:]]
+        if len(last) == 3 and last[0] == last[1] == last[2]:
+            return rows[:-2]
+    return rows
+
+
+def _measured(index: Any, asked: Any, k: int) -> tuple[npt.NDArray[Any], float]:
+    """All answers, and queries a second; a few queries are asked again until the clock can tell."""
+    spent, passes = 0.0, 0
+    while spent < LEAST_SECONDS and passes < MOST_PASSES:
+        found = []
+        for part, _ in batches(asked):
+            began = time.perf_counter()
+            found.append(index.search(part, k)[1])
+            spent += time.perf_counter() - began
+        passes += 1
+    return np.concatenate(found), passes * len(asked) / spent
+
+
+def _table(rows: list[dict[str, Any]], ks: list[int]) -> list[str]:
+    names = [*(["nprobe"] if "nprobe" in rows[0] else [])]
+    names += [f"recall@{k}" for k in ks] + [f"1-recall@{k}" for k in ks] + ["queries_a_second"]
+    lines = ["  ".join(f"{name.replace('_', ' '):>12}" for name in names)]
+    for row in rows:
+        cells = [f"{row[n]:.4f}" if "recall" in n else f"{row[n]:,.0f}" for n in names]
+        lines.append("  ".join(f"{cell:>12}" for cell in cells))
+    return lines
+
+
+def _plot(pyplot: Any, rows: list[dict[str, Any]], ks: list[int], path: Path) -> None:
+    figure, axis = pyplot.subplots(figsize=(6.5, 4.2), layout="constrained")
+    for k in ks:
+        recalls = [row[f"recall@{k}"] for row in rows]
+        speeds = [row["queries_a_second"] for row in rows]
+        axis.plot(recalls, speeds, "o-", markersize=4, label=f"recall@{k}")
+    for row in rows:
+        at = (row[f"recall@{ks[-1]}"], row["queries_a_second"])
+        axis.annotate(row["nprobe"], at, xytext=(4, 4), textcoords="offset points", fontsize=7)
+    axis.set(yscale="log", xlabel="recall", ylabel="queries a second")
+    threads = f"{rows[0]['threads']} thread{'s' * (rows[0]['threads'] > 1)}"
+    axis.set_title(f"nprobe {rows[0]['nprobe']} to {rows[-1]['nprobe']}, {threads}")
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    with files.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")
+    pyplot.close(figure)

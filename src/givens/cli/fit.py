@@ -1,0 +1,119 @@
+"""`givens fit`: a quantizer for fixed embeddings."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import torch
+import typer
+
+from givens import vectors
+from givens.cli import output as out
+from givens.fixed import METHODS, SAMPLE, Init, Method, Progress
+from givens.fixed import fit as fit_quantizer
+from givens.quantizer import Metric, Quantizer, load
+
+# Vectors that the distortion is told of.
+MEASURED = 100_000
+
+
+def fit(
+    source: Annotated[str, typer.Argument(metavar="VECTORS", help="The vectors to fit to.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The quantizer, .safetensors.")],
+    subspaces: Annotated[int, typer.Option(help="Bytes of a code; divides the dimension.")] = 8,
+    codewords: Annotated[int, typer.Option(help="Codewords of each subspace, 2 to 256.")] = 256,
+    coarse: Annotated[int, typer.Option(help="Lists of an inverted file; 0 for none.")] = 0,
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "gcd-greedy",
+    metric: Annotated[str, typer.Option(help="l2, ip or cosine.")] = "l2",
+    init: Annotated[
+        str,
+        typer.Option(help="auto, identity, eigen, random, or an earlier quantizer to go on from."),
+    ] = "auto",
+    iterations: Annotated[
+        int | None, typer.Option(help="The most passes; it stops where they no longer pay.")
+    ] = None,
+    sample: Annotated[int, typer.Option(help="Vectors to look at; 0 for all.")] = SAMPLE,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
+) -> None:
+    """Learn a rotation and codebooks for vectors.
+
+    Reads .npy, .fvecs, .bvecs, .ivecs, .hdf5, .parquet and .safetensors; one of several tables by
+    its name, as in glove.hdf5:train. Beside the quantizer goes its record, OUTPUT.json.
+
+    Example: givens fit learn.fvecs -o q.safetensors --subspaces 8 --coarse 1024
+    """
+    began = time.perf_counter()
+    if output.suffix != ".safetensors":
+        raise ValueError(f"{output} must end in .safetensors")
+    place = out.check_device(device)
+    x = vectors.read(source, "train")
+    start = _start(init)
+    out.check_output(output, source)
+    passes: list[float] = []
+    with out.progress("fitting") as bar:
+
+        def tell(progress: Progress) -> None:
+            passes.append(progress.distortion)
+            note = f"distortion {progress.distortion:.5g}"
+            bar.stand(progress.iteration, progress.iterations, note)
+
+        q = fit_quantizer(
+            x,
+            subspaces,
+            codewords,
+            coarse,
+            method=cast(Method, method),
+            metric=cast(Metric, metric),
+            init=start,
+            seed=seed,
+            iterations=iterations,
+            sample=sample or None,
+            callback=tell,
+            device=place,
+        ).to("cpu")
+    spent = time.perf_counter() - began
+    error, norm = _measured(q, x)
+    q.save(output)
+    about = out.record(
+        seed,
+        device,
+        vectors=source,
+        subspaces=subspaces,
+        codewords=codewords,
+        coarse=coarse,
+        method=method,
+        metric=metric,
+        init=init,
+        iterations=iterations,
+        sample=sample,
+    )
+    results = {"seconds": spent, "distortion": error, "distortion_by_pass": passes}
+    out.write_record(output, {**about, **results, "fingerprint": q.fingerprint})
+    typer.echo(
+        f"Fitted {method} to {len(x):,} vectors of {x.shape[1]} in {spent:.1f} s: "
+        f"{subspaces} subspaces of {codewords} codewords"
+        + (f", {coarse:,} lists" if coarse else "")
+        + f"\nDistortion: {error:.5g}, {100 * error / norm:.1f} % of the mean squared norm, on "
+        f"{min(len(x), MEASURED):,} vectors\n"
+        f"Written: {output} ({out.size(output)}), {output}.json\n"
+        f"Next: givens build {output} VECTORS -o index.faiss"
+    )
+
+
+def _start(init: str) -> Init | Quantizer:
+    if init in get_args(Init):
+        return cast(Init, init)
+    if not init.endswith(".safetensors"):
+        known = ", ".join(get_args(Init))
+        raise ValueError(f"--init must be one of {known}, or a quantizer file, but got {init!r}")
+    return load(init)
+
+
+def _measured(q: Quantizer, x: Any) -> tuple[float, float]:
+    """The distortion and the mean squared norm of the first vectors."""
+    part = torch.from_numpy(x[:MEASURED]).float()
+    if q.metric == "cosine":
+        part = torch.nn.functional.normalize(part)
+    norm = float(part.square().sum(1, dtype=torch.float64).mean())
+    return q.distortion(part), max(norm, 1e-300)

@@ -1,0 +1,88 @@
+"""`givens inspect`: what is in a file."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from givens import files, vectors
+from givens.quantizer import KIND, Quantizer, load
+
+
+def inspect(
+    file: Annotated[str, typer.Argument(help="A quantizer, an index, or a file of vectors.")],
+) -> None:
+    """Say what is in a quantizer, an index or a file of vectors, after checking that it is whole.
+
+    Example: givens inspect index.faiss
+    """
+    path = Path(file)
+    if path.suffix == ".safetensors" and path.is_file() and _is_givens(path):
+        rows = _quantizer(path)
+    elif Path(file.rpartition(":")[0] or file).suffix in vectors.SUFFIXES or not path.is_file():
+        rows = _vectors(file)
+    else:
+        rows = _index(path)
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+def _is_givens(path: Path) -> bool:
+    """Whether it claims to be ours; a plain safetensors file holds vectors."""
+    with path.open("rb") as file:
+        return b'"givens"' in file.read(64)
+
+
+def _quantizer(path: Path) -> dict[str, Any]:
+    header = files.read_header(path)
+    if header.kind != KIND:
+        return {"file": f"givens {header.kind}", **header.metadata}
+    q = load(path)
+    rows = {"file": "quantizer, whole", **_parts(q)}
+    return {**rows, "next": f"givens build {path} VECTORS -o index.faiss"}
+
+
+def _index(path: Path) -> dict[str, Any]:
+    from givens.export.faiss import code_size, from_faiss, inverted, load_index
+
+    stored = load_index(path)
+    index, lists = stored.index, inverted(stored.index)
+    whole = "as recorded" if stored.record else "without a record to check it by"
+    rows = {
+        "file": f"Faiss index ({type(index).__name__}), {whole}",
+        "vectors": f"{index.ntotal:,}",
+        "bytes a vector": f"{code_size(index)} of code",
+    }
+    if lists is not None:
+        rows["lists"] = f"{lists.nlist:,}, imbalance {lists.invlists.imbalance_factor():.2f}"
+    rows |= _parts(from_faiss(index))
+    if stored.record is not None:
+        belongs = stored.record.get("fingerprint") == rows["fingerprint"]
+        rows["record"] = f"{path.name}.json" + ("" if belongs else ", of another quantizer")
+        rows |= {
+            name: stored.record[name] for name in ("seed", "written") if stored.record.get(name)
+        }
+    return {**rows, "next": f"givens search {path} QUERIES -k 10"}
+
+
+def _vectors(file: str) -> dict[str, Any]:
+    x = vectors.read(file)
+    return {
+        "file": "vectors",
+        "vectors": f"{len(x):,}",
+        "dimension": x.shape[1],
+        "type": x.dtype,
+        "next": f"givens fit {file} -o q.safetensors",
+    }
+
+
+def _parts(q: Quantizer) -> dict[str, Any]:
+    return {
+        "dimension": q.dim,
+        "subspaces": f"{q.subspaces} of width {q.dim // q.subspaces}",
+        "codewords": q.codewords,
+        "coarse": "none" if q.coarse is None else f"{len(q.coarse):,} centroids",
+        "metric": q.metric,
+        "fingerprint": q.fingerprint,
+    }

@@ -1,0 +1,124 @@
+"""What all subcommands say and leave behind: progress, records, sizes."""
+
+import datetime
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import givens
+from givens import files
+
+
+@contextmanager
+def progress(description: str) -> Iterator[Any]:
+    """A progress bar, on stderr so that the output can be piped."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+        yield Bar(bar, bar.add_task(description, total=None))
+
+
+class Bar:
+    """One task of a progress bar."""
+
+    def __init__(self, bar: Any, task: Any) -> None:
+        self.bar, self.task = bar, task
+
+    def start(self, total: int) -> None:
+        """Say how much there is to do."""
+        self.bar.update(self.task, total=total)
+
+    def advance(self, done: float = 1) -> None:
+        """Say what was done."""
+        self.bar.update(self.task, advance=done)
+
+    def stand(self, at: int, total: int, note: str) -> None:
+        """Say where it stands."""
+        self.bar.update(self.task, completed=at, total=total, description=note)
+
+
+def record(seed: int | None, device: str, **configuration: Any) -> dict[str, Any]:
+    """How a file came about, to be kept beside it."""
+    return {
+        "configuration": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in configuration.items()
+        },
+        "command": sys.argv[1:],
+        "seed": seed,
+        "device": _device(device),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "givens": givens.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write_record(path: Path, content: dict[str, Any]) -> Path:
+    """Write a record beside the file it is about."""
+    beside = path.with_name(path.name + ".json")
+    files.write_json(beside, {**content, "checksum": files.checksum(path)})
+    return beside
+
+
+def check_output(path: Path, *sources: str | Path) -> None:
+    """Find out before the work whether it can be written, and not over what it is made of."""
+    for source in sources:
+        if path.exists() and Path(source).exists() and path.samefile(source):
+            raise ValueError(f"--output must not be {source}, which is read")
+    files.check_writable(path)
+
+
+def size(path: Path) -> str:
+    """A file's size, for people."""
+    count = float(path.stat().st_size)
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def check_device(name: str) -> torch.device:
+    """A device that is there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device must be cpu or cuda, but got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name} needs a GPU that torch can use, but there is none")
+    return device
+
+
+def pyplot() -> Any:
+    """Matplotlib, for files only."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("the plot needs matplotlib: pip install 'givens[plots]'") from error
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _device(name: str) -> str:
+    device = torch.device(name)
+    if device.type == "cuda":
+        return f"{name}: {torch.cuda.get_device_name(device)}"
+    return f"{name}: {platform.processor() or platform.machine()}"

@@ -1,0 +1,1 @@
+"""Indexes for other programs to serve; each file imports one package, when it is imported."""

@@ -1,0 +1,362 @@
+"""A Quantizer as an index that Faiss loads, adds to and searches, and back.
+
+    IndexPreTransform           y = A x with A = Rᵀ; for cosine, x is normalised before
+      over IndexPQ, IndexIVFPQ  the codebooks, and the coarse centroids as centres of the lists
+      or their FastScan forms   for 16 codewords
+
+Codes are Faiss's own, code for code, except where two codewords are equally near within rounding.
+Faiss packs codes in ⌈log₂ K⌉ bits: where K is no power of two, the codebooks are filled up with
+codewords so far away that none is ever chosen, and `from_faiss` takes them off again.
+
+To a GPU goes what Faiss takes there: `faiss.index_cpu_to_gpu(resources, 0, to_faiss(q, x))` for
+"ivfpq" with 256 codewords, by the GPU build of Faiss.
+"""
+
+import contextlib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+import givens
+from givens import files
+from givens.quantizer import Metric, Quantizer
+from givens.rotation import determinant
+from givens.vectors import chunks
+
+try:
+    import faiss
+except ImportError as error:
+    raise ImportError("a Faiss index needs faiss: pip install 'givens[faiss]'") from error
+
+Kind = Literal["pq", "ivfpq", "pq-fastscan", "ivfpq-fastscan"]
+
+# Its square times any width is still a float32, and no vector is nearer to it than to a codeword.
+FAR = 1e15
+# Numbers handed to Faiss at once.
+BUFFER = 1 << 21
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An index from a file, and what the record beside the file says of it."""
+
+    index: Any
+    record: dict[str, Any] | None
+
+
+def to_faiss(
+    q: Quantizer,
+    vectors: Any = None,
+    *,
+    kind: Kind | None = None,
+    ids: npt.ArrayLike | None = None,
+    progress: Callable[[float], object] | None = None,
+) -> Any:
+    """A Faiss index with the quantizer's parts and the vectors' codes.
+
+    Args:
+        q: the quantizer.
+        vectors: (N, n), a tensor, an array or a file from `givens.vectors.read`, streamed; none
+            gives an empty index that Faiss can add to.
+        kind: by default "ivfpq" with coarse centroids and "pq" without; the FastScan forms take
+            16 codewords.
+        ids: (N,) what the index answers with, instead of the vectors' positions.
+        progress: is told of how many vectors were done, each time some were; of halves of them
+            where they are read twice.
+    """
+    kind = kind or ("pq" if q.coarse is None else "ivfpq")
+    _check_kind(q, kind)
+    metric = faiss.METRIC_L2 if q.metric == "l2" else faiss.METRIC_INNER_PRODUCT
+    n, D, nbits = q.dim, q.subspaces, max(1, (q.codewords - 1).bit_length())
+    # Any: the stubs of Faiss know only some of its members.
+    core: Any
+    form: Any
+    if q.coarse is None:
+        form = faiss.IndexPQFastScan if kind.endswith("fastscan") else faiss.IndexPQ
+        core = form(n, D, nbits, metric)
+    else:
+        form = faiss.IndexIVFPQFastScan if kind.endswith("fastscan") else faiss.IndexIVFPQ
+        lists = faiss.IndexFlat(n, metric)
+        lists.add(q.coarse.cpu().numpy())
+        core = form(lists, n, len(q.coarse), D, nbits, metric)
+        core.by_residual = True
+    codebooks = np.full((D, 1 << nbits, q.codebooks.shape[2]), FAR, np.float32)
+    codebooks[:, : q.codewords] = q.codebooks.cpu().numpy()
+    faiss.copy_array_to_vector(codebooks.ravel(), core.pq.centroids)
+    core.is_trained = True
+    if q.coarse is not None:
+        core.precompute_table()
+    index: Any = faiss.IndexPreTransform(_linear(q), core)
+    if q.metric == "cosine":
+        index.prepend_transform(faiss.NormalizationTransform(n, 2.0))
+    if ids is not None and q.coarse is None:
+        index = faiss.IndexIDMap2(index)
+    if vectors is not None:
+        _add(index, core, q, Source(vectors, q.dim, ids, progress))
+    elif ids is not None:
+        raise ValueError("ids must come with vectors, but got no vectors")
+    return index
+
+
+def from_faiss(index: Any) -> Quantizer:
+    """The Quantizer in a Faiss index: OPQ or any rotation, over PQ or IVFPQ or a FastScan form.
+
+    A rotation of determinant −1, as Faiss's OPQ makes, has its last column flipped together with
+    the last coordinate of codebooks and centroids, which changes no code and no distance.
+    """
+    if not index.is_trained:
+        raise ValueError("index must be trained, but is not")
+    A, normalised, core = _unwrapped(index)
+    pq, nlist = core.pq, getattr(core, "nlist", 0)
+    if nlist and not core.by_residual:
+        raise ValueError("index must encode residuals, but its by_residual is off")
+    if core.metric_type not in (faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT):
+        raise ValueError(f"index must be by L2 or inner product, but got {core.metric_type}")
+    metric: Metric = "l2"
+    if core.metric_type == faiss.METRIC_INNER_PRODUCT:
+        metric = "cosine" if normalised else "ip"
+    elif normalised:
+        raise ValueError("index must not normalise vectors that it compares by L2")
+    R = torch.from_numpy(A.T.copy())
+    codebooks = torch.from_numpy(faiss.vector_to_array(pq.centroids))
+    codebooks = codebooks.reshape(pq.M, pq.ksub, pq.dsub)
+    codebooks = codebooks[:, : int((codebooks < FAR / 2).all(2).all(0).sum())]
+    coarse = torch.from_numpy(core.quantizer.reconstruct_n(0, nlist)) if nlist else None
+    if determinant(R.double()) < 0:
+        R[:, -1] *= -1
+        codebooks[-1, :, -1] *= -1
+        if coarse is not None:
+            coarse[:, -1] *= -1
+    return Quantizer(R, codebooks, coarse, metric)
+
+
+def save_index(index: Any, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
+    """Write an index and, beside it in `path.json`, its record: fingerprint, checksum and `about`.
+
+    The record goes first and keeps the old one until the index is in its place, so that whenever
+    the process stops there is an index and a record that belong together.
+    """
+    record_path = _record_path(path)
+    with files.replacing(path) as temporary:
+        try:
+            faiss.write_index(index, str(temporary))
+        except RuntimeError as error:
+            # Faiss's own words end in the system's: "… (No space left on device)".
+            reason = re.search(r"\(([^()]*)\)\s*$", str(error))
+            raise OSError(f"{path}: {reason[1] if reason else _line(error)}") from error
+        record = {
+            **(about or {}),
+            "fingerprint": from_faiss(index).fingerprint,
+            "vectors": index.ntotal,
+            "checksum": files.checksum(temporary),
+            "givens": givens.__version__,
+            "faiss": faiss.__version__,
+        }
+        previous: list[dict[str, Any]] = []
+        # A damaged record is no reason to keep it.
+        with contextlib.suppress(ValueError):
+            previous = _records(path)
+        files.write_json(record_path, {**record, "previous": previous})
+    files.write_json(record_path, record)
+
+
+def load_index(path: str | Path) -> Stored:
+    """Read an index and its record. One whose bytes are not as recorded is refused."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no index {path}; make one with `givens build`")
+    record = None
+    if records := _records(path):
+        checksum = files.checksum(path)
+        record = next((one for one in records if one.get("checksum") == checksum), None)
+        if record is None:
+            raise ValueError(
+                f"{path} is not as {_record_path(path).name} says: it is damaged, or another "
+                "program has changed it; if so, delete the record"
+            )
+    try:
+        return Stored(faiss.read_index(str(path)), record)
+    except RuntimeError as error:
+        raise ValueError(f"{path} is not a Faiss index: {_line(error)}") from error
+
+
+def inverted(index: Any) -> Any:
+    """The inverted file inside an index, whose `nprobe` can be set, or None."""
+    core = _core(index)
+    return core if hasattr(core, "nlist") else None
+
+
+def code_size(index: Any) -> int:
+    """Bytes of a vector's code."""
+    core = _core(index)
+    return int(core.pq.code_size if hasattr(core, "pq") else index.sa_code_size())
+
+
+def _check_kind(q: Quantizer, kind: str) -> None:
+    if kind not in get_args(Kind):
+        known = ", ".join(map(repr, get_args(Kind)))
+        raise ValueError(f"kind must be one of {known}, but got {kind!r}")
+    if kind.startswith("ivf") != (q.coarse is not None):
+        need, got = ("with", "none") if q.coarse is None else ("without", f"coarse={len(q.coarse)}")
+        raise ValueError(f"kind {kind!r} needs a quantizer {need} coarse centroids, but got {got}")
+    if kind.endswith("fastscan") and q.codewords != 16:
+        raise ValueError(f"kind {kind!r} needs 16 codewords, but got {q.codewords}")
+
+
+def _linear(q: Quantizer) -> Any:
+    linear = faiss.LinearTransform(q.dim, q.dim, False)
+    faiss.copy_array_to_vector(q.rotation.mT.contiguous().cpu().numpy().ravel(), linear.A)
+    linear.is_trained = True
+    # So that Faiss can go back, to reconstruct vectors.
+    linear.set_is_orthonormal()
+    return linear
+
+
+class Source:
+    """The vectors to add, checked, in slices."""
+
+    def __init__(
+        self,
+        vectors: Any,
+        dim: int,
+        ids: npt.ArrayLike | None,
+        progress: Callable[[float], object] | None,
+    ) -> None:
+        if len(vectors.shape) != 2 or vectors.shape[1] != dim:
+            raise ValueError(f"vectors must have shape (N, {dim}), but got {tuple(vectors.shape)}")
+        self.vectors, self.progress = vectors, progress
+        self.ids = None if ids is None else _checked_ids(ids, len(vectors))
+
+    def slices(self, weight: float = 1.0) -> Iterator[tuple[Tensor, npt.NDArray[np.int64] | None]]:
+        """Vectors in float32 and their ids, told of afterwards as this part of the work."""
+        at = 0
+        for part in chunks(self.vectors, max(BUFFER // self.vectors.shape[1], 1)):
+            if not part.isfinite().all():
+                row = at + int((~part.isfinite().all(1)).nonzero()[0])
+                raise ValueError(
+                    f"vectors must be finite, but row {row} has NaN or infinite values"
+                )
+            rows = slice(at, at := at + len(part))
+            yield part, None if self.ids is None else self.ids[rows]
+            if self.progress is not None:
+                self.progress(weight * len(part))
+
+
+def _add(index: Any, core: Any, q: Quantizer, source: Source) -> None:
+    """Let Faiss encode and keep the vectors, in room for all their codes.
+
+    Growing bit by bit would hold twice the codes and more.
+    """
+    if isinstance(core, faiss.IndexIVFPQ):
+        _add_to_lists(core, q, source)
+        index.ntotal = core.ntotal
+        return
+    if isinstance(core, faiss.IndexPQ):
+        core.codes.resize(len(source.vectors) * core.code_size)
+        core.codes.resize(0)
+    for part, ids in source.slices():
+        if ids is None:
+            index.add(part.numpy())
+        else:
+            index.add_with_ids(part.numpy(), ids)
+
+
+def _add_to_lists(core: Any, q: Quantizer, source: Source) -> None:
+    """Two passes: the first says how long each list will be, the second fills it."""
+    device, lists = q.rotation.device, faiss.downcast_InvertedLists(core.invlists)
+    counts = np.zeros(core.nlist, np.int64)
+    with tempfile.TemporaryFile() as assigned:
+        for part, _ in source.slices(0.5):
+            numbers = q.assign(q.rotate(part.to(device))).cpu().numpy()
+            counts += np.bincount(numbers, minlength=core.nlist)
+            numbers.tofile(assigned)
+        assigned.seek(0)
+        for number, count in enumerate(counts):
+            lists.resize(number, int(count))
+            lists.resize(number, 0)
+        for part, ids in source.slices(0.5):
+            if ids is None:
+                ids = np.arange(core.ntotal, core.ntotal + len(part))
+            Y = q.rotate(part.to(device)).cpu().numpy()
+            numbers = np.fromfile(assigned, np.int64, len(part))
+            pointers = map(faiss.swig_ptr, (Y, ids, numbers))
+            core.add_core(len(part), *pointers, None)
+
+
+def _checked_ids(ids: npt.ArrayLike, N: int) -> npt.NDArray[np.int64]:
+    names = np.asarray(ids)
+    if names.shape != (N,) or names.dtype.kind not in "iu":
+        raise ValueError(
+            f"ids must be {N} integers, one for each vector, "
+            f"but got {names.dtype} of shape {names.shape}"
+        )
+    names = names.astype(np.int64)
+    # Faiss answers −1 where it finds nothing.
+    if N and names.min() < 0:
+        raise ValueError(f"ids must not be negative, but got {names.min()}")
+    if len(np.unique(names)) != N:
+        raise ValueError("ids must differ, but some come more than once")
+    return names
+
+
+def _core(index: Any) -> Any:
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexIDMap | faiss.IndexPreTransform):
+        return _core(index.index)
+    return index
+
+
+def _unwrapped(index: Any) -> tuple[npt.NDArray[np.float32], bool, Any]:
+    """The product A of an index's transforms, whether it normalises, and what they are around."""
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexIDMap):
+        return _unwrapped(index.index)
+    A, normalised = np.eye(index.d, dtype=np.float32), False
+    if isinstance(index, faiss.IndexPreTransform):
+        chain: Any = index.chain
+        for position in range(chain.size()):
+            step = faiss.downcast_VectorTransform(chain.at(position))
+            if isinstance(step, faiss.NormalizationTransform) and position == 0 and step.norm == 2:
+                normalised = True
+                continue
+            square = step.d_in == step.d_out
+            if not isinstance(step, faiss.LinearTransform) or not square or step.have_bias:
+                raise ValueError(
+                    "index must be transformed by rotations only, after an optional "
+                    f"normalisation, but got {type(step).__name__} ({step.d_in} → {step.d_out})"
+                )
+            matrix = faiss.vector_to_array(step.A).reshape(step.d_out, step.d_in)
+            A = matrix if (np.eye(len(A)) == A).all() else matrix @ A
+    core = _core(index)
+    if not hasattr(core, "pq"):
+        raise ValueError(f"index must have a product quantizer, but got {type(core).__name__}")
+    return A, normalised, core
+
+
+def _record_path(path: str | Path) -> Path:
+    return Path(path).with_name(Path(path).name + ".json")
+
+
+def _records(path: str | Path) -> list[dict[str, Any]]:
+    """The records beside an index: one, or more where a writer was stopped between two renames."""
+    beside = _record_path(path)
+    if not beside.is_file():
+        return []
+    try:
+        record = json.loads(beside.read_text("utf-8"))
+        previous = record.pop("previous", [])
+        return [record, *(dict(one) for one in previous)]
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{beside} is damaged: it is not the record of an index") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()).rpartition("Error: ")[2]

@@ -1,0 +1,283 @@
+"""Files that are whole or not there: written beside their place, synced and renamed.
+
+Tensors go into a safetensors file with a kind, a format version, metadata and a digest for each
+tensor; a seal over the header covers the rest. What does not match is refused, so that a file loads
+as it was saved or not at all. Nothing in a file is ever run.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if sys.platform != "win32":
+    import fcntl
+
+FORMAT = 1
+# Ours have a few kilobytes; what is longer is not parsed.
+HEADER_LIMIT = 1 << 20
+MOST_AXES = 8
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says about itself."""
+
+    kind: str
+    metadata: dict[str, Any]
+    # In the order of the file.
+    tensors: dict[str, dict[str, Any]]
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, Any]
+
+
+def save(
+    path: str | Path, kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
+) -> None:
+    """Write tensors and metadata (JSON) as a file of this kind, in the place of any old one."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    entries: dict[str, Any] = {}
+    digests: dict[str, str] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        if tensor.dtype not in names:
+            raise ValueError(f"{name} must be of a type that files hold, but is {tensor.dtype}")
+        entries[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        digests[name] = hashlib.sha256(_bytes(tensor)).hexdigest()
+    about = {"kind": kind, "format": FORMAT, "metadata": dict(metadata), "digests": digests}
+    strings = {"givens": _canonical(about).decode()}
+    header: dict[str, Any] = {"__metadata__": strings, **entries}
+    strings["seal"] = hashlib.sha256(_canonical(header)).hexdigest()
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    # The tensors begin at a multiple of 8, as the format recommends.
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(_bytes(tensor))
+
+
+def load(path: str | Path, kind: str) -> Contents:
+    """Read a file of this kind; anything that is not as it was saved is a ValueError."""
+    with _opened(path) as file:
+        header = _header(path, file)
+        if header.kind != kind:
+            raise ValueError(f"{path} holds a {header.kind!r:.40}, not a {kind!r}")
+        tensors = {}
+        for name, entry in header.tensors.items():
+            start, end = entry["data_offsets"]
+            # Read, not memory-mapped: a file cut short meanwhile is an error, not a crash.
+            data = torch.empty(end - start, dtype=torch.uint8)
+            if file.readinto(_bytes(data)) != end - start:
+                raise _damaged(path, f"it ends inside {name!r}")
+            if hashlib.sha256(_bytes(data)).hexdigest() != header.digests[name]:
+                raise _damaged(path, f"the digest of {name!r} does not match")
+            tensors[name] = data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return Contents(tensors, header.metadata)
+
+
+def read_header(path: str | Path) -> Header:
+    """The header of a file, checked; its tensors are left alone."""
+    with _opened(path) as file:
+        return _header(path, file)
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary file beside `path`, which takes its place when the block ends without an error.
+
+    The old file stays until the new one is whole and on the disk, whenever the process or the
+    machine stops. What a killed process leaves behind is removed by the next one that writes here.
+    """
+    # The file that a link points to is replaced, not the link.
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{path} must be a file, but is a folder or a device")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
+    try:
+        _sweep(target)
+        temporary, descriptor = _claimed(target)
+        try:
+            yield temporary
+            if target.exists():
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+            os.fsync(descriptor)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+            os.close(descriptor)
+        _sync_folder(target.parent)
+    except OSError as error:
+        # The user's path, not the temporary one, and also where the system names none.
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write JSON for people and programs to read."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def check_writable(path: str | Path) -> None:
+    """Find out before the work, not after it, whether its result can be written here."""
+    with contextlib.suppress(_NotMeantError), replacing(path):
+        raise _NotMeantError
+
+
+def checksum(path: str | Path) -> str:
+    """SHA-256 of a file."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class _NotMeantError(Exception):
+    """Leave a `replacing` block without replacing."""
+
+
+def _opened(path: str | Path) -> BufferedReader:
+    # A pipe would wait for ever.
+    if not stat.S_ISREG(Path(path).stat().st_mode):
+        raise ValueError(f"{path} must be a file, but is a folder or a device")
+    return Path(path).open("rb")
+
+
+def _header(path: str | Path, file: BufferedReader) -> Header:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    # Checked before anything of that length is read.
+    if size < 8 or length > min(size - 8, HEADER_LIMIT):
+        raise ValueError(f"{path} is not a givens file, or has lost its end")
+    header = _parsed(path, file.read(length))
+    try:
+        strings = header["__metadata__"]
+        seal = strings.pop("seal")
+        if hashlib.sha256(_canonical(header)).hexdigest() != seal:
+            raise _damaged(path, "the digest of its header does not match")
+        about = _parsed(path, strings["givens"])
+        if about["format"] != FORMAT:
+            raise ValueError(
+                f"{path} has format {about['format']!r:.40}, "
+                f"but this version of givens reads {FORMAT}"
+            )
+        del header["__metadata__"]
+        _check_layout(path, header, size - 8 - length)
+        digests = {name: about["digests"][name] for name in header}
+        return Header(str(about["kind"]), dict(about["metadata"]), header, digests)
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a givens file, or its header is damaged") from error
+
+
+def _parsed(path: str | Path, text: bytes | str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a givens file, or its header is damaged") from error
+
+
+def _check_layout(path: str | Path, entries: dict[str, Any], size: int) -> None:
+    """The tensors must have room for their shapes, and fill the file without gap or overlap."""
+    at = 0
+    for name, entry in entries.items():
+        (start, end), shape = entry["data_offsets"], entry["shape"]
+        fits = len(shape) <= MOST_AXES
+        fits = fits and all(type(number) is int and number >= 0 for number in (end, *shape))
+        room = DTYPES[entry["dtype"]].itemsize * math.prod(shape) if fits else -1
+        if start != at or end - start != room:
+            raise _damaged(path, f"{name!r} does not fit its place")
+        at = end
+    if at != size:
+        raise _damaged(path, f"it has {size} bytes of tensors instead of {at}")
+
+
+def _canonical(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    # Half a surrogate pair in a damaged header is hashed like anything else.
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _damaged(path: str | Path, how: str) -> ValueError:
+    return ValueError(f"{path} is damaged: {how}")
+
+
+def _claimed(target: Path) -> tuple[Path, int]:
+    """A new file beside the target, locked: the lock goes when its process does."""
+    while True:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+        if sys.platform == "win32":
+            return temporary, descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Between the two calls another process may have swept it away.
+        if temporary.exists():
+            return temporary, descriptor
+        os.close(descriptor)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed processes left beside the target: temporary files that nobody locks."""
+    if sys.platform == "win32":
+        return
+    for path in target.parent.glob(f".{_escaped(target.name)}.????????.tmp"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _sync_folder(folder: Path) -> None:
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

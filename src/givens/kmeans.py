@@ -1,0 +1,235 @@
+"""Lloyd's algorithm on all subspaces at once.
+
+X (N, D, w) vectors cut into D sub-vectors of width w; C (D, K, w) the codewords of each subspace.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float, Integer, Num
+from torch import Tensor
+
+from givens import kernels
+
+Start = Literal["sampled", "plus-plus"]
+
+# Numbers in a slice of the data, and distances that are held at once on a CPU and on a GPU.
+SLICE = 1 << 22
+BUFFER, DEVICE_BUFFER = 1 << 22, 1 << 26
+# Vectors per codeword that k-means++ looks at.
+SEEDS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Clusters:
+    """What a pass over the data leaves: sums, sizes and errors of the clusters of each subspace."""
+
+    sums: Float[Tensor, "D K v"]
+    counts: Float[Tensor, "D K"]
+    errors: Float[Tensor, "D K"]
+
+    @property
+    def error(self) -> Tensor:
+        """The mean squared error of a vector."""
+        return self.errors.sum() / self.counts[0].sum()
+
+
+def nearest(
+    Y: Float[Tensor, "N D w"] | Float[Tensor, "N n"], codebooks: Float[Tensor, "D K w"]
+) -> Integer[Tensor, "N D"]:
+    """The nearest codeword of every sub-vector by squared L2, the lowest index where two are equal.
+
+    uint8 up to 256 codewords, int64 beyond. Takes float32, and anything else as float32.
+    """
+    D, K, w = codebooks.shape
+    if Y.shape[1:] not in {(D, w), (D * w,)}:
+        raise ValueError(
+            f"Y must have shape (N, {D * w}) or (N, {D}, {w}) to go with codebooks of shape "
+            f"{tuple(codebooks.shape)}, but got {tuple(Y.shape)}"
+        )
+    Y, C = Y.detach().reshape(len(Y), D * w), codebooks.detach().float()
+    codes = torch.empty(len(Y), D, dtype=torch.uint8 if K <= 256 else torch.int64, device=Y.device)
+    for rows in slices(len(Y), SLICE // (D * w)):
+        codes[rows] = assign(Y[rows].float(), C)[0].to(codes.dtype)
+    return codes
+
+
+def kmeans(
+    X: Num[Tensor, "N D w"] | Num[np.ndarray[Any, Any], "N D w"],
+    codewords: int = 256,
+    *,
+    iterations: int = 25,
+    seed: int = 0,
+    start: Start | Float[Tensor, "D K w"] = "sampled",
+    device: torch.device | str | None = None,
+) -> Float[Tensor, "D K w"]:
+    """The codebooks of K codewords that Lloyd's algorithm finds, one for each subspace.
+
+    X is read a slice at a time, so a memory-mapped array may be larger than memory.
+
+    Args:
+        X: a tensor or an array, of any number type.
+        codewords: K, at most the number of vectors.
+        iterations: passes over the data.
+        seed: of the start and of where empty codewords go.
+        start: "sampled" begins at K vectors, "plus-plus" at vectors far from each other, or the
+            codebooks to begin with.
+        device: where to compute, if X is not a tensor.
+    """
+    N = X.shape[0]
+    if not 1 <= codewords <= N:
+        raise ValueError(
+            f"codewords must be in 1..N, but got codewords={codewords} for N={N} vectors"
+        )
+    device = X.device if isinstance(X, Tensor) else torch.device(device or "cpu")
+    C = started(X, codewords, start, seed, device)
+    for iteration in range(iterations):
+        parts = (part.flatten(1) for part in chunks(X, device))
+        C = updated(C, pass_over(parts, C), seed + iteration)
+    return C
+
+
+def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clusters:
+    """Assign all vectors, slices (N, n) of them, and add up the clusters.
+
+    The sums are of sub-vectors, (D, K, w), or with `whole` of the vectors they are part of,
+    (D, K, n). Within a slice they are in float32, over all slices in float64.
+    """
+    D, K, w = C.shape
+    sums = torch.zeros(D, K, D * w if whole else w, dtype=torch.float64, device=C.device)
+    counts = torch.zeros(D, K, dtype=torch.float64, device=C.device)
+    errors = torch.zeros_like(counts)
+    for Y in parts:
+        codes, distances = assign(Y, C)
+        if kernels.choose(Y) == "numba":
+            from givens.kernels import lloyd
+
+            added = torch.zeros(sums.shape)
+            arrays = (Y, codes, distances, added, counts, errors)
+            lloyd.add_up(*(array.numpy() for array in arrays))
+            sums += added
+            continue
+        # A product with ones and zeros adds in a fixed order on a GPU, which scattering does not.
+        for rows in slices(len(Y), _buffer(Y) // (D * K)):
+            member = torch.nn.functional.one_hot(codes[rows].T.long(), K).to(Y.dtype)
+            y = Y[rows].expand(D, -1, -1) if whole else cut(Y[rows], D)
+            sums += member.mT @ y
+            counts += member.sum(1)
+            errors += (member.mT @ distances[rows].T[..., None])[..., 0]
+    return Clusters(sums, counts, errors)
+
+
+def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (N, D) and squared distances (N, D) of Y (N, n), float32: the one hot loop."""
+    if kernels.choose(Y) == "numba":
+        from givens.kernels import lloyd
+
+        found = lloyd.nearest(Y.contiguous().numpy(), C.contiguous().numpy())
+        return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+    D, K, _ = C.shape
+    # From the codewords' mean both are small, and so is what rounding does to |x|² − 2x·c + |c|².
+    mean = C.mean(1, keepdim=True)
+    C = C - mean
+    squares = C.square().sum(-1)[:, None]
+    codes = torch.empty(len(Y), D, dtype=torch.int64, device=Y.device)
+    distances = torch.empty(len(Y), D, device=Y.device)
+    for rows in slices(len(Y), _buffer(Y) // (D * K)):
+        X = cut(Y[rows], D) - mean
+        least, index = torch.baddbmm(squares, X, C.mT, alpha=-2).min(-1)
+        codes[rows], distances[rows] = index.T, (least + X.square().sum(-1)).clamp_min(0).T
+    return codes, distances
+
+
+def updated(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
+    """Every codeword at the mean of its cluster, and the empty ones in the clusters that err most.
+
+    The r-th empty codeword goes beside the r-th worst, a typical error apart from it; the next pass
+    pulls both to where they belong. Nothing waits for a device.
+    """
+    sums, counts, errors = clusters.sums, clusters.counts, clusters.errors
+    C = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], C).to(C.dtype)
+    worst = errors.argsort(dim=1, descending=True, stable=True)
+    empty = counts.argsort(dim=1, stable=True)
+    size, error = counts.gather(1, worst), errors.gather(1, worst)
+    split = ((counts.gather(1, empty) == 0) & (size > 1) & (error > 0))[..., None]
+    typical = (error / size.clamp_min(1) / C.shape[-1]).sqrt()[..., None].to(C.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    shift = (torch.randint(0, 2, C.shape, generator=generator) - 0.5).to(C) * typical * split
+    worst, empty = (index[..., None].expand_as(C) for index in (worst, empty))
+    donors = C.gather(1, worst)
+    C = C.scatter(1, worst, donors - shift)
+    return C.scatter(1, empty, torch.where(split, donors + shift, C.gather(1, empty)))
+
+
+def started(X: Any, K: int, start: Start | Tensor, seed: int, device: torch.device | str) -> Tensor:
+    """The codebooks to begin with."""
+    N, D, w = X.shape
+    if isinstance(start, Tensor):
+        if start.shape != (D, K, w):
+            raise ValueError(f"start must have shape ({D}, {K}, {w}), but got {tuple(start.shape)}")
+        return start.detach().to(device, torch.float32).clone()
+    if start not in get_args(Start):
+        known = ", ".join(map(repr, get_args(Start)))
+        raise ValueError(f"start must be one of {known} or codebooks, but got {start!r}")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(N, generator=generator)
+    if start == "sampled":
+        return rows_of(X, drawn[:K], device).transpose(0, 1).contiguous()
+    return _far_apart(rows_of(X, drawn[: SEEDS * K], device).transpose(0, 1), K, generator)
+
+
+def _far_apart(X: Tensor, K: int, generator: torch.Generator) -> Tensor:
+    """k-means++: each codeword a vector drawn with odds of its squared distance from the others."""
+    D, N, w = X.shape
+    C = torch.empty(D, K, w, device=X.device)
+    distance = torch.full((D, N), torch.inf, device=X.device)
+    odds = torch.ones_like(distance)
+    draws = torch.rand(K, D, 1, generator=generator).to(X.device)
+    for k in range(K):
+        upto = odds.cumsum(1, dtype=torch.float64)
+        drawn = torch.searchsorted(upto, draws[k] * upto[:, -1:], right=True).clamp_max(N - 1)
+        C[:, k] = X.gather(1, drawn[..., None].expand(D, 1, w))[:, 0]
+        distance = torch.minimum(distance, (X - C[:, k, None]).square().sum(-1))
+        odds = distance
+    return C
+
+
+def chunks(X: Any, device: torch.device | str) -> Iterator[Tensor]:
+    """X in float32 on the device, a slice at a time."""
+    for rows in slices(len(X), SLICE // max(int(np.prod(X.shape[1:])), 1)):
+        yield as_float(X[rows], device)
+
+
+def rows_of(X: Any, index: Tensor, device: torch.device | str) -> Tensor:
+    """The rows of that index in float32, read in the order of the file."""
+    index = index.sort().values
+    return as_float(X[index.to(X.device) if isinstance(X, Tensor) else index.numpy()], device)
+
+
+def as_float(part: Any, device: torch.device | str) -> Tensor:
+    """An array or tensor as a float32 tensor on the device."""
+    if not isinstance(part, Tensor):
+        part = np.ascontiguousarray(part, dtype=np.float32)
+        # A tensor cannot share what may not be written: a file mapped for reading.
+        part = torch.from_numpy(part if part.flags.writeable else part.copy())
+    tensor: Tensor = part.detach().to(device, torch.float32)
+    return tensor
+
+
+def cut(Y: Tensor, D: int) -> Tensor:
+    """(N, n) as (D, N, w)."""
+    return Y.view(len(Y), D, -1).transpose(0, 1)
+
+
+def slices(length: int, rows: int) -> Iterator[slice]:
+    """Cut 0..length into runs of at least one row."""
+    rows = max(rows, 1)
+    for first in range(0, length, rows):
+        yield slice(first, min(first + rows, length))
+
+
+def _buffer(Y: Tensor) -> int:
+    return DEVICE_BUFFER if Y.is_cuda else BUFFER

@@ -1,0 +1,252 @@
+"""The Quantizer: a rotation, codebooks and, for an inverted file, coarse centroids.
+
+    y = x R              rotated; for cosine, x is normalised before
+    c(y)                 the coarse centroid of y, by the metric; 0 without coarse centroids
+    q(y) = c(y) + the nearest codeword of each subspace of y − c(y)
+    x ≈ q(y) Rᵀ
+
+X (N, n) vectors; R (n, n) rotation; D subspaces of width w = n/D; K codewords; L coarse centroids.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+from givens import files
+from givens.kmeans import nearest
+from givens.rotation import check_orthogonal, determinant
+from givens.vectors import chunks
+
+Metric = Literal["l2", "ip", "cosine"]
+KIND = "quantizer"
+
+# Numbers held at once while vectors stream through: rows times the widest thing made of them.
+BUFFER = 1 << 23
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """What is left of N vectors: one codeword for each subspace, and the coarse centroid."""
+
+    fine: UInt8[Tensor, "N D"]
+    coarse: Int64[Tensor, " N"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.fine)
+
+
+class Quantizer:
+    """A rotation, codebooks and optional coarse centroids, in float32.
+
+    Vectors may be a tensor, an array or a memory-mapped file of any number type and size: they are
+    read a slice at a time.
+    """
+
+    def __init__(
+        self,
+        rotation: Float[Tensor, "n n"],
+        codebooks: Float[Tensor, "D K w"],
+        coarse: Float[Tensor, "L n"] | None = None,
+        metric: Metric = "l2",
+    ) -> None:
+        """Put the parts together once they prove to fit.
+
+        Args:
+            rotation: R, of determinant +1.
+            codebooks: of the rotated vectors' D subspaces; of the residuals with `coarse`.
+            coarse: centroids in the rotated space.
+            metric: what the index compares by, and coarse centroids are assigned by.
+        """
+        if metric not in get_args(Metric):
+            known = ", ".join(map(repr, get_args(Metric)))
+            raise ValueError(f"metric must be one of {known}, but got {metric!r}")
+        self.rotation = _part("rotation", rotation, 2, rotation.device)
+        self.codebooks = _part("codebooks", codebooks, 3, rotation.device)
+        self.coarse = None if coarse is None else _part("coarse", coarse, 2, rotation.device)
+        self.metric: Metric = metric
+        _check(self.rotation, self.codebooks, self.coarse)
+
+    @property
+    def dim(self) -> int:
+        """The dimension n."""
+        return len(self.rotation)
+
+    @property
+    def subspaces(self) -> int:
+        """D."""
+        return self.codebooks.shape[0]
+
+    @property
+    def codewords(self) -> int:
+        """K, in each subspace."""
+        return self.codebooks.shape[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """By which an index and a model know that they belong together."""
+        digest = hashlib.sha256(self.metric.encode())
+        for name, tensor in self._tensors().items():
+            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            digest.update(tensor.cpu().numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+    def rotate(self, x: Float[Tensor, "N n"]) -> Float[Tensor, "N n"]:
+        """Y = x R, normalised before where the metric is cosine: what the codebooks are for."""
+        if self.metric == "cosine":
+            x = torch.nn.functional.normalize(x)
+        return x @ self.rotation
+
+    def encode(self, x: Any) -> Codes:
+        """The codes of vectors (N, n), on the quantizer's device."""
+        N, device = self._rows(x), self.rotation.device
+        fine = torch.empty(N, self.subspaces, dtype=torch.uint8, device=device)
+        coarse = torch.empty(N, dtype=torch.int64, device=device)
+        at = 0
+        for part in self._chunks(x):
+            rows = slice(at, at := at + len(part))
+            codes = self.encode_rotated(self.rotate(part))
+            fine[rows] = codes.fine
+            if codes.coarse is not None:
+                coarse[rows] = codes.coarse
+        return Codes(fine, None if self.coarse is None else coarse)
+
+    def encode_rotated(self, Y: Float[Tensor, "N n"]) -> Codes:
+        """The codes of vectors that `rotate` gave, all at once."""
+        if self.coarse is None:
+            return Codes(nearest(Y, self.codebooks))
+        coarse = self.assign(Y)
+        return Codes(nearest(Y - self.coarse[coarse], self.codebooks), coarse)
+
+    def decode(self, codes: Codes) -> Float[Tensor, "N n"]:
+        """The vectors that the codes stand for, rotated back: q(y) Rᵀ."""
+        return self.codewords_of(codes) @ self.rotation.mT
+
+    def codewords_of(self, codes: Codes) -> Float[Tensor, "N n"]:
+        """q(y), in the rotated space."""
+        if codes.fine.shape[1] != self.subspaces or (codes.coarse is None) != (self.coarse is None):
+            raise ValueError(
+                f"codes must have {self.subspaces} subspaces and {self._lists()}, but got "
+                f"{codes.fine.shape[1]} and {'no ' if codes.coarse is None else ''}coarse codes"
+            )
+        fine = codes.fine.to(self.codebooks.device, torch.int64)
+        if len(fine) and int(fine.max()) >= self.codewords:
+            raise ValueError(f"codes must be below {self.codewords}, but got {int(fine.max())}")
+        Y = self.codebooks[torch.arange(self.subspaces, device=fine.device), fine].flatten(1)
+        if self.coarse is not None and codes.coarse is not None:
+            Y = Y + self.coarse[codes.coarse.to(Y.device)]
+        return Y
+
+    def distortion(self, x: Any) -> float:
+        """The mean squared L2 error of vectors (N, n); of normalised ones where it is cosine."""
+        N = self._rows(x)
+        if N == 0:
+            raise ValueError("x must have at least one vector, but got 0")
+        total = torch.zeros((), dtype=torch.float64, device=self.rotation.device)
+        for part in self._chunks(x):
+            Y = self.rotate(part)
+            q = self.codewords_of(self.encode_rotated(Y))
+            total += (Y - q).square().sum(dtype=torch.float64)
+        return float(total / N)
+
+    def assign(self, Y: Float[Tensor, "N n"]) -> Int64[Tensor, " N"]:
+        """The coarse centroid of rotated vectors, by the metric."""
+        if self.coarse is None:
+            raise ValueError("assign needs coarse centroids, but this quantizer has none")
+        if self.metric == "l2":
+            return nearest(Y, self.coarse[None])[:, 0].long()
+        return (Y @ self.coarse.mT).argmax(1)
+
+    def to(self, device: torch.device | str) -> "Quantizer":
+        """The same quantizer on another device."""
+        coarse = None if self.coarse is None else self.coarse.to(device)
+        rotation, codebooks = self.rotation.to(device), self.codebooks.to(device)
+        return Quantizer(rotation, codebooks, coarse, self.metric)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file, whole or not at all."""
+        files.save(path, KIND, self._tensors(), {"metric": self.metric})
+
+    def __repr__(self) -> str:
+        return (
+            f"Quantizer(dim={self.dim}, subspaces={self.subspaces}, codewords={self.codewords}, "
+            f"{self._lists()}, metric={self.metric!r})"
+        )
+
+    def _lists(self) -> str:
+        return "no coarse" if self.coarse is None else f"coarse={len(self.coarse)}"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {"rotation": self.rotation, "codebooks": self.codebooks}
+        return tensors if self.coarse is None else {**tensors, "coarse": self.coarse}
+
+    def _rows(self, x: Any) -> int:
+        if len(x.shape) != 2 or x.shape[1] != self.dim:
+            raise ValueError(f"x must have shape (N, {self.dim}), but got {tuple(x.shape)}")
+        return int(x.shape[0])
+
+    def _chunks(self, x: Any) -> Iterator[Tensor]:
+        """Slices of x in float32 on the device, finite."""
+        widest = max(self.dim, 0 if self.coarse is None else len(self.coarse))
+        at = 0
+        for part in chunks(x, max(BUFFER // widest, 1), self.rotation.device):
+            good = part.isfinite().all(1)
+            if not good.all():
+                row = at + int((~good).nonzero()[0])
+                raise ValueError(f"x must be finite, but row {row} has NaN or infinite values")
+            yield part
+            at += len(part)
+
+
+def load(path: str | Path) -> Quantizer:
+    """Read a quantizer that `Quantizer.save` wrote; one that is not as it was saved is refused."""
+    contents = files.load(path, KIND)
+    parts = contents.tensors
+    try:
+        rotation, codebooks = parts.pop("rotation"), parts.pop("codebooks")
+        coarse, metric = parts.pop("coarse", None), contents.metadata["metric"]
+        if parts:
+            raise ValueError(f"it has an unknown part {min(parts)!r}")
+        return Quantizer(rotation, codebooks, coarse, metric)
+    except (KeyError, ValueError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path} is not a quantizer: {what}") from error
+
+
+def _part(name: str, tensor: Tensor, ndim: int, device: torch.device) -> Tensor:
+    if tensor.ndim != ndim or not tensor.is_floating_point():
+        shape = tuple(tensor.shape)
+        raise ValueError(
+            f"{name} must be a floating-point tensor of {ndim} axes, "
+            f"but got {tensor.dtype} of shape {shape}"
+        )
+    tensor = tensor.detach().to(device, torch.float32).contiguous()
+    if not tensor.isfinite().all():
+        raise ValueError(f"{name} must be finite, but has NaN or infinite entries")
+    return tensor
+
+
+def _check(R: Tensor, codebooks: Tensor, coarse: Tensor | None) -> None:
+    n = R.shape[1]
+    D, K, w = codebooks.shape
+    if R.shape != (n, n) or n < 1:
+        raise ValueError(f"rotation must have shape (n, n), but got {tuple(R.shape)}")
+    if D * w != n:
+        raise ValueError(
+            f"codebooks must have shape (D, K, w) with D·w = {n}, but got {tuple(codebooks.shape)}"
+        )
+    if not 2 <= K <= 256:
+        raise ValueError(f"codebooks must have 2 to 256 codewords, but got {K}")
+    if coarse is not None and (coarse.shape[1] != n or len(coarse) < 1):
+        raise ValueError(f"coarse must have shape (L, {n}), but got {tuple(coarse.shape)}")
+    check_orthogonal("rotation", R)
+    if determinant(R) < 0:
+        raise ValueError(
+            "rotation must have determinant +1, but got −1; flip the sign of one column together "
+            "with that coordinate of codebooks and coarse"
+        )

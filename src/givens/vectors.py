@@ -1,0 +1,281 @@
+"""Vectors in files of any size: opened at once, read a slice at a time.
+
+`read` gives something with a shape and a dtype whose slices are arrays, for .npy, .fvecs, .bvecs,
+.ivecs, .hdf5 (the layout of ann-benchmarks), .parquet and .safetensors. A file with several tables
+takes the name of one after a colon: `glove.hdf5:test`.
+"""
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+SUFFIXES = (".npy", ".fvecs", ".bvecs", ".ivecs", ".hdf5", ".h5", ".parquet", ".safetensors")
+# Rows of an .fvecs file whose own dimension is looked at when it is opened.
+SAMPLE = 1000
+# Rows that are read at once for those wanted among them.
+SLAB = 4096
+
+
+class Vectors(Protocol):
+    """N vectors of n numbers: an array, or a file that is read where it is sliced."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, n)."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What the numbers are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Any, /) -> Array: ...
+
+
+def read(path: str | Path, part: str | None = None) -> Vectors:
+    """Open a file of vectors.
+
+    Args:
+        path: the file, with `:name` behind it for one of several tables.
+        part: the table to take where the path names none and there are several.
+    """
+    file, name = _split(path)
+    suffix = file.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{file} must end in one of {', '.join(SUFFIXES)}")
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file} is empty")
+    match suffix:
+        case ".npy":
+            vectors: Vectors = Mapped(_npy(file))
+        case ".fvecs" | ".bvecs" | ".ivecs":
+            vectors = Mapped(_vecs(file))
+        case ".parquet":
+            vectors = Parquet(file, name, part)
+        case ".safetensors":
+            vectors = Safetensors(file, name, part)
+        case _:
+            vectors = Hdf5(file, name, part)
+    if len(vectors.shape) != 2 or 0 in vectors.shape or vectors.dtype.kind not in "fiu":
+        raise ValueError(
+            f"{path} must hold vectors of shape (N, n), but holds {vectors.dtype} "
+            f"of shape {tuple(vectors.shape)}"
+        )
+    return vectors
+
+
+def chunks(x: Any, rows: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
+    """Slices of a tensor, an array or a file in float32 on the device, one after another."""
+    for first in range(0, len(x), rows):
+        part = x[first : first + rows]
+        if not isinstance(part, Tensor):
+            # A copy: the slice of a memory-mapped file cannot be written to, and torch wants that.
+            part = torch.from_numpy(np.array(part, dtype=np.float32))
+        yield part.to(device, torch.float32)
+        drop_pages(x)
+
+
+def drop_pages(x: Any) -> None:
+    """Let the system forget what was read of a mapped file, so that memory stays as it was."""
+    mapped = getattr(x, "_mmap", None)
+    if mapped is not None and hasattr(mmap, "MADV_DONTNEED") and not x.flags.writeable:
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+
+class File:
+    """What the formats have in common; each opens its file and reads rows of it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        raise NotImplementedError
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, *, copy: bool | None = None) -> Array:
+        return np.asarray(self[: len(self)], dtype)
+
+
+class Mapped(File):
+    """A memory-mapped array whose slices are copies, so that its pages need not stay."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        self.shape = array.shape
+        self.dtype = array.dtype
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        part = np.array(self.array[rows])
+        drop_pages(self.array)
+        return part
+
+
+class Hdf5(File):
+    """A table of an HDF5 file."""
+
+    def __init__(self, path: Path, name: str | None, part: str | None) -> None:
+        try:
+            import h5py
+        except ImportError as error:
+            raise ImportError(f"{path} needs h5py: pip install 'givens[formats]'") from error
+        try:
+            file = h5py.File(path, "r")
+        except OSError as error:
+            raise ValueError(f"{path} is not an HDF5 file, or has lost its end") from error
+        known = [key for key, table in file.items() if isinstance(table, h5py.Dataset)]
+        self.table = file[_chosen(path, known, name, part)]
+        self.shape = self.table.shape
+        self.dtype = self.table.dtype
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        if not isinstance(rows, slice):
+            return _gathered(self, rows)
+        return np.asarray(self.table[rows])
+
+
+class Safetensors(File):
+    """A tensor of a safetensors file, bfloat16 too."""
+
+    def __init__(self, path: Path, name: str | None, part: str | None) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            file: Any = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file, or has lost its end") from error
+        self.tensor = file.get_slice(_chosen(path, list(file.keys()), name, part))
+        self.shape = tuple(self.tensor.get_shape())
+        self.dtype = np.dtype("V1")
+        if len(self.shape) == 2 and self.shape[0]:
+            self.dtype = self[0:1].dtype
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        if not isinstance(rows, slice):
+            return _gathered(self, rows)
+        part: Tensor = self.tensor[rows]
+        return (part.float() if part.dtype == torch.bfloat16 else part).numpy()
+
+
+class Parquet(File):
+    """A column of lists, all of one length, read by row groups."""
+
+    def __init__(self, path: Path, name: str | None, part: str | None) -> None:
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise ImportError(f"{path} needs pyarrow: pip install 'givens[formats]'") from error
+        try:
+            self.file = pq.ParquetFile(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{path} is not a parquet file, or has lost its end") from error
+        lists = [
+            field.name
+            for field in self.file.schema_arrow
+            if pa.types.is_list(field.type)
+            or pa.types.is_large_list(field.type)
+            or pa.types.is_fixed_size_list(field.type)
+        ]
+        self.path, self.column = path, _chosen(path, lists, name, part)
+        groups = self.file.metadata.num_row_groups
+        sizes = [self.file.metadata.row_group(group).num_rows for group in range(groups)]
+        self.ends = np.cumsum(sizes)
+        self.held: tuple[int, Array] = (-1, np.empty((0, 0)))
+        first = self._group(0)
+        self.shape = (int(self.ends[-1]), first.shape[1])
+        self.dtype = first.dtype
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(len(self)))
+        rows = np.asarray(rows)
+        out = np.empty((len(rows), self.shape[1]), self.dtype)
+        groups = np.searchsorted(self.ends, rows, side="right")
+        for group in np.unique(groups):
+            here = groups == group
+            values = self._group(int(group))
+            out[here] = values[rows[here] - (self.ends[group] - len(values))]
+        return out
+
+    def _group(self, group: int) -> Array:
+        if self.held[0] != group:
+            import pyarrow.compute as pc
+
+            column = self.file.read_row_group(group, columns=[self.column]).column(0)
+            lengths = pc.min_max(pc.list_value_length(column)).as_py()
+            width = lengths["min"]
+            if column.null_count or width != lengths["max"] or (group and width != self.shape[1]):
+                raise ValueError(f"{self.path} must have lists of one length in {self.column!r}")
+            flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            self.held = (group, flat.reshape(len(column), width))
+        return self.held[1]
+
+
+def _gathered(table: File, rows: Array) -> Array:
+    """Rows of a table that can only be sliced, or is slow where it is not."""
+    unique, inverse = np.unique(rows, return_inverse=True)
+    parts = [table[0:0]]
+    for wanted in np.split(unique, np.flatnonzero(np.diff(unique // SLAB)) + 1):
+        if len(wanted):
+            parts.append(table[int(wanted[0]) : int(wanted[-1]) + 1][wanted - wanted[0]])
+    return np.concatenate(parts)[inverse]
+
+
+def _split(path: str | Path) -> tuple[Path, str | None]:
+    """A file, and the name behind its colon."""
+    text = os.fspath(path)
+    file, colon, name = text.rpartition(":")
+    if colon and name and not Path(text).exists() and Path(file).suffix.lower() in SUFFIXES:
+        return Path(file), name
+    return Path(text), None
+
+
+def _chosen(path: Path, known: list[str], name: str | None, part: str | None) -> str:
+    """The table asked for by name, else the usual one, else the only one."""
+    if name is None:
+        name = part if part in known else known[0] if len(known) == 1 else None
+    if name in known:
+        return name
+    if not known:
+        raise ValueError(f"{path} has no table of vectors")
+    tables = ", ".join(map(repr, known))
+    raise ValueError(f"{path} has the tables {tables}: name one, as in {path}:{known[0]}")
+
+
+def _npy(path: Path) -> Array:
+    try:
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is not a whole .npy file of numbers") from error
+    if not isinstance(array, np.memmap):
+        raise ValueError(f"{path} is not a whole .npy file of numbers")
+    return array
+
+
+def _vecs(path: Path) -> Array:
+    """Rows of a little-endian int32 n, then n numbers."""
+    dtype = np.dtype({".fvecs": "<f4", ".ivecs": "<i4", ".bvecs": "u1"}[path.suffix.lower()])
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        n = int.from_bytes(file.read(4), "little", signed=True)
+    row = 4 + n * dtype.itemsize
+    if n < 1 or size % row:
+        raise ValueError(f"{path} is not a whole {path.suffix} file: {size} bytes, n = {n}")
+    lead = 4 // dtype.itemsize
+    table = np.memmap(path, dtype, "r", shape=(size // row, n + lead))
+    for at in np.unique(np.linspace(0, len(table) - 1, SAMPLE).astype(int)):
+        if np.array(table[at, :lead]).view("<i4")[0] != n:
+            raise ValueError(f"{path} is not a {path.suffix} file: row {at} does not say n = {n}")
+    return table[:, lead:]
