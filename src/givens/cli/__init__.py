@@ -11,6 +11,7 @@ from givens.cli.demo import demo
 from givens.cli.evaluate import evaluate
 from givens.cli.fit import fit
 from givens.cli.inspect import inspect
+from givens.cli.paper import app as paper
 from givens.cli.search import search
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 for command in (fit, build, search, evaluate, inspect, demo):
     app.command()(command)
+app.add_typer(paper)
 
 
 def _version(asked: bool) -> None:

@@ -1,0 +1,247 @@
+"""Figure 4: the time of one step, from ∂L/∂R to the next R, against n.
+
+Each method is first checked against itself in float64; one that fails is not timed. Then the
+methods take turns, round after round, and a row has the median of all rounds. A GCD row is
+`GCD.step()` as a user calls it, its pairing included; a Cayley row is the backward pass from the
+gradient of R, Adam's step and the forward pass to the next R. On a GPU a step that waits for
+nothing is timed by replays of a CUDA graph of many, the others by events around each.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from givens import kernels
+from givens.baselines import optimizer_for
+from givens.paper.rows import Rows, environment
+from givens.rotation import Rotation, orthogonality_error, random_rotation
+
+METHODS = ("gcd-random", "gcd-greedy", "gcd-steepest", "cayley", "svd")
+DIMS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096)}
+NAMES = {
+    "gcd-random": "GCD-R",
+    "gcd-greedy": "GCD-G",
+    "gcd-steepest": "GCD-S (approximate)",
+    "gcd-steepest-exact": "GCD-S (exact)",
+    "cayley": "Cayley",
+    "expm": "matrix exponential",
+    "svd": "SVD",
+}
+ROUNDS = {"cpu": 9, "cuda": 3}
+SECONDS_A_ROUND = 0.15
+LR = 1e-3
+# What a CUDA graph can hold: the others wait for the host.
+CAPTURED = ("gcd-random", "gcd-greedy", "gcd-steepest")
+# torch's SVD in float32 leaves this much on a GPU; the others are far below it.
+LEAST_ORTHOGONAL = 1e-2
+
+Contender = tuple[Callable[[], Tensor], Callable[[], Any]]
+"""(Read the current W, do a step)."""
+Make = Callable[[str, int, torch.dtype, str], Contender]
+
+
+def run(
+    device: str,
+    dims: Iterable[int],
+    methods: Iterable[str] = METHODS,
+    *,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Rows:
+    """Measure all of it."""
+    about = environment(device)
+    return [{**row, **about} for n in dims for row in measured(methods, n, device, tell=tell)]
+
+
+def contender(method: str, n: int, dtype: torch.dtype, device: str) -> Contender:
+    """A method at a random rotation with a random gradient."""
+    start = random_rotation(n).to(device, dtype)
+    G = torch.randn(n, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    G = G.to(device, dtype)
+    rotation = Rotation(n, start)
+    name = method.removesuffix("-exact")
+    options = {"exact": method != name} if name == "gcd-steepest" else {}
+    optimizer = optimizer_for(rotation, name, LR, **options)  # type: ignore[arg-type]
+    if method.startswith("gcd") or method == "svd":
+        # A graph holds many steps; a new gradient for each keeps the rotation from converging.
+        others = torch.randn(6, n, n, device=device, dtype=dtype) if device == "cuda" else ()
+        several = itertools.cycle([G, *others])
+
+        def turn() -> None:
+            rotation.weight.grad = next(several)
+            optimizer.step()
+
+        rotation.weight.grad = G
+        return lambda: rotation.weight.detach(), optimizer.step if device == "cpu" else turn
+    current = [rotation.weight]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        current[0].backward(G)  # type: ignore[no-untyped-call]
+        optimizer.step()
+        current[0] = rotation.weight
+
+    return lambda: current[0].detach(), step
+
+
+def measured(
+    methods: Iterable[str],
+    n: int,
+    device: str,
+    *,
+    make: Make = contender,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Iterator[dict[str, Any]]:
+    """Rows of median times of one n, the methods taking turns."""
+    steps, errors = {}, {}
+    for method in methods:
+        if method.endswith("-exact") and n > 512:
+            continue
+        try:
+            errors[method], problem = checked(method, n, device, make)
+        except ImportError as error:
+            problem = str(error)
+        if problem:
+            tell(f"n = {n:4} {method}: not timed, {problem}")
+            continue
+        _, step = make(method, n, torch.float32, device)
+        step()
+        steps[method] = captured(step) if device == "cuda" and method in CAPTURED else (step, 1)
+    times: dict[str, list[float]] = {method: [] for method in steps}
+    timed = timed_by_events if device == "cuda" else timed_by_clock
+    for _ in range(ROUNDS[device]):
+        for method, (step, count) in steps.items():
+            times[method] += timed(step, count)
+    cayley = statistics.median(times["cayley"]) if "cayley" in times else None
+    for method, seconds in times.items():
+        median = statistics.median(seconds)
+        tenths = statistics.quantiles(seconds, n=10) if len(seconds) > 1 else seconds * 9
+        tell(f"n = {n:4} {method:18} {median * 1e6:12.1f} µs")
+        how = "graph" if steps[method][1] > 1 else "events" if device == "cuda" else "host clock"
+        yield {
+            "method": method,
+            "n": n,
+            "median_us": round(median * 1e6, 2),
+            "p10_us": round(tenths[0] * 1e6, 2),
+            "p90_us": round(tenths[8] * 1e6, 2),
+            "samples": len(seconds),
+            "timed_by": how,
+            "orthogonality_error": errors[method],
+            "times_faster_than_cayley": round(cayley / median, 2) if cayley else None,
+        }
+
+
+def checked(method: str, n: int, device: str, make: Make) -> tuple[float, str | None]:
+    """max|RᵀR − I| after three steps, and what is wrong with a method if anything is."""
+    results = []
+    forced: tuple[kernels.Backend | None, ...] = (None, "reference")
+    for dtype, backend in zip((torch.float32, torch.float64), forced, strict=True):
+        torch.manual_seed(0)
+        with kernels.use(backend):
+            weight, step = make(method, n, dtype, device)
+            before = weight().double()
+            for _ in range(3):
+                step()
+        results.append(weight().double())
+    single, double = results
+    error = orthogonality_error(single)
+    away = float((single - double).abs().max())
+    if error > (LEAST_ORTHOGONAL if method == "svd" else 1e-4):
+        return error, f"it is not orthogonal: {error:.1e}"
+    if float((single - before).abs().max()) == 0:
+        return error, "it does not move"
+    # Greedy choices may differ where float32 cannot tell two planes apart.
+    if away > (LEAST_ORTHOGONAL if method == "svd" else 5 * LR):
+        return error, f"it is {away:.1e} away from float64"
+    return error, None
+
+
+def captured(step: Callable[[], Any], count: int = 20) -> tuple[Callable[[], Any], int]:
+    """A CUDA graph of many steps."""
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        step()
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            step()
+    return graph.replay, count
+
+
+def timed_by_events(step: Callable[[], Any], count: int) -> list[float]:
+    """Seconds of single steps on the device."""
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 9 or time.perf_counter() - began < SECONDS_A_ROUND:
+        first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        first.record()
+        step()
+        last.record()
+        torch.cuda.synchronize()
+        times.append(first.elapsed_time(last) / 1e3 / count)
+        if time.perf_counter() - began > 10 * SECONDS_A_ROUND:
+            break
+    return times
+
+
+def timed_by_clock(step: Callable[[], Any], _: int) -> list[float]:
+    """Seconds of single steps on the host."""
+    times = []
+    began = time.perf_counter()
+    # The first step of a turn finds the caches as the others left them; it counts only where there
+    # is time for no other.
+    step()
+    if time.perf_counter() - began > SECONDS_A_ROUND:
+        return [time.perf_counter() - began]
+    while time.perf_counter() - began < SECONDS_A_ROUND:
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def plot(pyplot: Any, rows: Rows, path: Path) -> None:
+    """Time against n, both logarithmic."""
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
+    for method in dict.fromkeys(row["method"] for row in rows):
+        if method in NAMES:
+            mine = [row for row in rows if row["method"] == method]
+            style = "o-" if method.startswith("gcd") else "s--"
+            times = [row["median_us"] for row in mine]
+            axes.plot([row["n"] for row in mine], times, style, ms=4, label=NAMES[method])
+    where = rows[0]["gpu"] or f"{rows[0]['cpu']}, {rows[0]['threads']} threads"
+    dims = sorted({row["n"] for row in rows})
+    axes.set(xscale="log", yscale="log", xlabel="n", ylabel="µs for one step")
+    axes.set_xticks(dims, dims, minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_title(f"One step, ∂L/∂R to the next R\n{where}, torch {rows[0]['torch']}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def claims(rows: Rows) -> list[str]:
+    """What the rows say about the paper's claims."""
+    told = []
+    for method, claimed in (("gcd-greedy", 5), ("gcd-random", 50)):
+        ratios = {
+            row["n"]: row["times_faster_than_cayley"]
+            for row in rows
+            if row["method"] == method and row["times_faster_than_cayley"]
+        }
+        if ratios:
+            spread = ", ".join(f"{ratio:.3g}× at n = {n}" for n, ratio in ratios.items())
+            holds = "holds" if min(ratios.values()) >= claimed else "does not hold at every n"
+            told.append(
+                f"{NAMES[method]} about {claimed}× faster than Cayley on a CPU (the paper): "
+                f"{holds} here; {spread}"
+            )
+    return told

@@ -1,0 +1,62 @@
+"""Raw rows: written once by a run, with what it ran on; pictures are drawn from them."""
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import givens
+from givens import files
+
+Rows = list[dict[str, Any]]
+PACKAGES = ("torch", "numba", "triton", "faiss-cpu")
+
+
+def environment(device: str = "cpu", packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
+    """What a measured row must carry to mean anything later."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": device,
+        "cpu": _processor(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "givens": givens.__version__,
+        "commit": commit or None,
+        **{name: _version(name) for name in packages},
+    }
+
+
+def write(path: Path, rows: Rows) -> None:
+    """Write rows, whole or not at all."""
+    files.write_json(path, rows)
+
+
+def read(path: Path) -> Rows:
+    """Rows that a run has left."""
+    try:
+        rows = json.loads(path.read_text())
+        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+            return rows
+    except ValueError:
+        pass
+    raise ValueError(f"{path} holds no rows: a list of JSON objects is wanted")
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
