@@ -372,16 +372,17 @@ def test_nearest_codewords(N, D, K, w):
     generator = torch.Generator(device="cuda").manual_seed(0)
     X = torch.randn(N, D * w, generator=generator, device="cuda") + 3
     C = torch.randn(D, K, w, generator=generator, device="cuda") + 3
-    codes = nearest(X, C)
+    codes, squared = nearest(X, C)
     assert codes.dtype == (torch.uint8 if K <= 256 else torch.int64)
     distances = torch.cdist(X.double().view(N, D, w).transpose(0, 1), C.double()).square()
     found = distances.gather(2, codes.T.long()[:, :, None])[..., 0]
     norm = C.double().square().sum(-1).amax()
     assert float((found - distances.amin(-1)).max()) <= 4e-6 * float(norm)
+    torch.testing.assert_close(squared.T.double(), found, rtol=1e-4, atol=4e-6 * float(norm))
 
 
 def test_equal_codewords_give_the_first():
     from givens.kernels.nearest import nearest
 
     X, C = torch.randn(100, 32, device="cuda"), torch.randn(4, 5, 8, device="cuda")
-    assert int(nearest(X, torch.cat([C, C, C], dim=1)).max()) < 5
+    assert int(nearest(X, torch.cat([C, C, C], dim=1))[0].max()) < 5

@@ -46,10 +46,11 @@ for n in (2, 5, 8, 17):
 
 X, C = torch.randn(70, 3, 5), torch.randn(3, 9, 5)
 C[:, 4] = C[:, 2]
-codes = nearest.nearest(X.flatten(1), C)
+codes, distances = nearest.nearest(X.flatten(1), C)
 assert codes.dtype == torch.uint8
-expected = (X[:, :, None] - C).square().sum(-1).argmin(-1)
+least, expected = (X[:, :, None] - C).square().sum(-1).min(-1)
 assert torch.equal(codes.long(), expected)
+torch.testing.assert_close(distances, least)
 
 for n, stack, held, pairing, adapt, betas in (
     (5, 1, 0, "random", None, (0.0, 0.0)),

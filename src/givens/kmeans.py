@@ -124,7 +124,13 @@ def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clu
 
 def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (N, D) and squared distances (N, D) of Y (N, n), float32: the one hot loop."""
-    if kernels.choose(Y) == "numba":
+    backend = kernels.choose(Y)
+    if backend == "triton":
+        from givens.kernels import nearest
+
+        if C.shape[-1] <= nearest.WIDEST:
+            return nearest.nearest(Y, C)
+    if backend == "numba":
         from givens.kernels import lloyd
 
         found = lloyd.nearest(Y.contiguous().numpy(), C.contiguous().numpy())

@@ -1,6 +1,7 @@
 """The nearest codeword of every sub-vector on a device; the distances are never written out.
 
-‖x − c‖² is ‖x‖² + ‖c‖² − 2x·c, and ‖x‖² is the same for every codeword. The products run on tensor
+‖x − c‖² is ‖x‖² + ‖c‖² − 2x·c, and ‖x‖² is the same for every codeword. Both are taken from the
+codewords' mean, where they are small and so is what rounding does. The products run on tensor
 cores, each float32 as the sum of three TF32 numbers, which keeps the precision of float32.
 """
 
@@ -15,7 +16,7 @@ WIDEST = 256
 
 @triton.jit
 def nearest_kernel(
-    X, C, norms, codes, count, subspaces, codewords, width,
+    X, C, means, norms, codes, distances, count, subspaces, codewords, width,
     ROWS: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """X (count, subspaces·width), C (subspaces, codewords, width) → codes (count, subspaces)."""
@@ -25,6 +26,7 @@ def nearest_kernel(
     deep = depth < width
     at = rows[:, None] * (subspaces * width) + d * width + depth[None, :]
     x = tl.load(X + at, mask=(rows < count)[:, None] & deep[None, :], other=0.0)
+    x -= tl.load(means + d * width + depth, mask=deep, other=0.0)[None, :]
     C += d * codewords * width
     best = tl.full((ROWS,), float("inf"), tl.float32)
     code = tl.zeros((ROWS,), tl.int32)
@@ -36,23 +38,30 @@ def nearest_kernel(
         norm = tl.load(norms + d * codewords + words, mask=inside, other=float("inf"))
         distance = norm[None, :] - 2 * tl.dot(x, tl.trans(c), input_precision="tf32x3")
         least = tl.min(distance, axis=1)
-        # The first of equals, as argmin has it; a NaN is near to nothing and keeps code 0.
+        # The first of equals, as argmin has it; what is NaN is near to nothing and keeps code 0.
         first = tl.min(tl.where(distance == least[:, None], words[None, :], codewords), axis=1)
         code = tl.where(least < best, first, code)
         best = tl.minimum(best, least)
-    tl.store(codes + rows * subspaces + d, code.to(codes.dtype.element_ty), mask=rows < count)
+    at_codes = rows * subspaces + d
+    tl.store(codes + at_codes, code.to(codes.dtype.element_ty), mask=rows < count)
+    squared = tl.maximum(best + tl.sum(x * x, axis=1), 0.0)
+    tl.store(distances + at_codes, squared, mask=rows < count)
 
 
-def nearest(X: Tensor, codebooks: Tensor) -> Tensor:
-    """Codes (N, D) of X (N, D·w) in codebooks (D, K, w), uint8 where K ≤ 256; float32, on a GPU."""
+def nearest(X: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and squared distances (N, D) of X (N, D·w) in codebooks (D, K, w), all float32.
+
+    The codes are uint8 where K ≤ 256.
+    """
     D, K, w = codebooks.shape
-    X, codebooks = X.contiguous(), codebooks.contiguous()
-    dtype = torch.uint8 if K <= 256 else torch.int64
-    codes = torch.empty(len(X), D, dtype=dtype, device=X.device)
+    means = codebooks.mean(dim=1)
+    C = (codebooks - means[:, None]).contiguous()
+    codes = torch.empty(len(X), D, dtype=torch.uint8 if K <= 256 else torch.int64, device=X.device)
+    distances = torch.empty(len(X), D, device=X.device)
     depth = max(16, triton.next_power_of_2(w))
     rows = 128 if depth <= 64 else 64
     nearest_kernel[(triton.cdiv(len(X), rows), D)](
-        X, codebooks, codebooks.square().sum(dim=-1), codes, len(X), D, K, w,
+        X.contiguous(), C, means, C.square().sum(dim=-1), codes, distances, len(X), D, K, w,
         ROWS=rows, WORDS=64, DEPTH=depth, num_warps=4, num_stages=2,
     )  # fmt: skip
-    return codes
+    return codes, distances
