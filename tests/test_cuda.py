@@ -128,6 +128,17 @@ def matched(pairing, A):
     return pairs.cpu().long()
 
 
+def test_pairings_of_tensors_on_the_gpu():
+    A = torch.stack([oracles.skew(75, seed) for seed in range(4)])
+    assert torch.equal(givens.greedy_pairs(A.cuda()).cpu(), givens.greedy_pairs(A))
+    assert torch.equal(givens.greedy_pairs(A[0].cuda()).cpu(), givens.greedy_pairs(A[0]))
+    found = givens.steepest_pairs(A.cuda(), exact=False).cpu()
+    assert all(
+        oracles.weight(a, pairs) >= oracles.weight(a, givens.greedy_pairs(a))
+        for a, pairs in zip(A, found, strict=True)
+    )
+
+
 @pytest.mark.parametrize(("n", "stack"), [(30, 300), (100, 7), (129, 200), (700, 3)])
 def test_stacks_are_matched_as_single_matrices_are(n, stack):
     A = torch.stack([oracles.skew(n, seed) for seed in range(stack)])

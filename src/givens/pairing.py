@@ -81,6 +81,15 @@ def matched_pairs(
     magnitudes: Float[Tensor, "*batch n n"], *, steepest: bool = False, exact: bool = False
 ) -> Pairs:
     """`greedy_pairs` or `steepest_pairs` of |A|, which must be symmetric to the last bit."""
+    n = magnitudes.shape[-1]
+    if kernels.choose(magnitudes) == "triton" and n > 1 and not (steepest and exact):
+        from givens.kernels.matching import Matcher
+
+        matcher = Matcher(magnitudes)
+        pairs = matcher.new_pairs()
+        match = matcher.steepest if steepest else matcher.greedy
+        match(magnitudes.contiguous(), pairs)
+        return pairs[:, : n // 2].long().view(*magnitudes.shape[:-2], n // 2, 2)
     if magnitudes.ndim > 2:
         return torch.stack([matched_pairs(m, steepest=steepest, exact=exact) for m in magnitudes])
     if not steepest:

@@ -10,6 +10,8 @@ The items are axes and their values |A_ij|; or, for the steepest pairing, what t
 propagation leave of A_ij²; or pairs, and what exchanging two of them gains.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -468,7 +470,6 @@ class Matcher:
         at_once = programs_at_once(device, 1, self.batch * wanted)
         self.members = min(wanted, max(1, at_once // self.batch))
         self.groups = min(self.batch, at_once // self.members)
-        self.product = torch.empty(self.batch, n, n, device=device)
         self.units = torch.empty(self.batch, device=device)
         self.prices = torch.empty(self.batch, 2, 2, count, device=device)
         self.bidders = torch.empty(self.batch, 2, count, dtype=torch.int32, device=device)
@@ -479,6 +480,16 @@ class Matcher:
         self.scratch = torch.empty(rows, self.groups * count, dtype=torch.int32, device=device)
         self.lefts = torch.empty(self.groups, dtype=torch.int32, device=device)
         self.waiting = counters(device, self.groups)
+
+    @functools.cached_property
+    def product(self) -> Tensor:
+        """The buffer of the magnitudes."""
+        return torch.empty(self.batch, self.n, self.n, device=self.units.device)
+
+    def new_pairs(self) -> Tensor:
+        """A place for the pairs, (b, ⌈n/2⌉, 2): the last one, where n is odd, for who rests."""
+        shape = self.batch, (self.n + 1) // 2, 2
+        return torch.empty(shape, dtype=torch.int32, device=self.units.device)
 
     def magnitudes(self, H: Tensor, W: Tensor) -> Tensor:
         """|H Wᵀ − W Hᵀ|, up to TF32, in a buffer that the next call overwrites."""
