@@ -1,0 +1,284 @@
+"""Figure 2: convergence on fixed embeddings, OPQ's alternation with other ways to learn R.
+
+Every iteration assigns the vectors, moves the codewords and turns R. (a) distortion against
+iteration for every method, with the paper's 5 steps at λ = 1e-4, and with each method's own best
+rate; (b, c) mean and spread of runs on parts of the data, for OPQ and GCD-G.
+"""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from givens import vectors
+from givens.fixed import fit
+from givens.paper.rows import Rows, environment, read, write
+
+SUBSPACES, CODEWORDS = 4, 256
+RATE, STEPS = 1e-4, 5
+# What a method's own rate is chosen from, by the distortion on a tenth of the data.
+RATES = (1e-7, 1e-6, 1e-5, 3e-5, 1e-4, 3e-4)
+METHODS = (
+    "opq",
+    "cayley",
+    "gcd-random",
+    "gcd-greedy",
+    "gcd-steepest",
+    "overlapping-random",
+    "overlapping-greedy",
+)
+FRACTIONS, RUNS = (0.1, 0.3, 1.0), 10
+NAMES = {
+    "opq": "OPQ (SVD)",
+    "cayley": "Cayley",
+    "gcd-random": "GCD-R",
+    "gcd-greedy": "GCD-G",
+    "gcd-steepest": "GCD-S",
+    "overlapping-random": "GCD-R, overlapping",
+    "overlapping-greedy": "GCD-G, overlapping",
+    "exact": "GCD-G, exact angles (ours)",
+}
+LAYOUTS = ("sift_base.fvecs", "base.npy", "base.fvecs", "base_*.npy", "*_base.fvecs")
+
+
+def read_base(folder: Path, device: str) -> Tensor:
+    """The base vectors of a folder: SIFT1M's own layout, or base.npy, in one or several parts."""
+    for layout in LAYOUTS:
+        found = sorted(folder.glob(layout))
+        if found:
+            parts = [np.asarray(vectors.read(path)[:]) for path in found]
+            return torch.cat([torch.from_numpy(part).to(device).float() for part in parts])
+    raise ValueError(f"{folder} has no base vectors; one of {', '.join(LAYOUTS)} is wanted")
+
+
+class Runs:
+    """The rows of a figure, kept as they come: a run that is there is not run again."""
+
+    def __init__(self, path: Path, x: Tensor, iterations: int, tell: Callable[[str], None]) -> None:
+        self.path, self.x, self.iterations, self.tell = path, x, iterations, tell
+        self.about = environment("cuda" if x.is_cuda else "cpu")
+        self.rows: Rows = read(path) if path.exists() else []
+
+    def run(
+        self, method: str, *, rate: float | None, fraction: float = 1.0, seed: int = 0
+    ) -> dict[str, Any]:
+        """The distortion after every iteration, from the identity and sampled codewords."""
+        how = {
+            "method": method,
+            "rate": None if method == "opq" else rate,
+            "fraction": fraction,
+            "seed": seed,
+            "iterations": self.iterations,
+            "vectors": len(self.x),
+        }
+        for row in self.rows:
+            if all(row.get(name) == value for name, value in how.items()):
+                return row
+        part = self.x
+        if fraction < 1:
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.randperm(len(part), generator=generator)[: int(fraction * len(part))]
+            part = part[drawn.sort().values.to(part.device)]
+        curve: list[float] = []
+        q = fit(
+            part,
+            SUBSPACES,
+            min(CODEWORDS, len(part)),
+            method=method,  # type: ignore[arg-type]
+            init="identity",
+            seed=seed,
+            iterations=self.iterations,
+            sample=None,
+            grow=False,
+            tolerance=-1.0,
+            rate=how["rate"],  # type: ignore[arg-type]
+            steps=STEPS if how["rate"] else None,
+            callback=lambda progress: curve.append(progress.distortion),
+        )
+        row = {
+            **how,
+            "distortion": curve,
+            "final": q.distortion(part),
+            "final_on_all": q.distortion(self.x),
+            **self.about,
+        }
+        self.rows.append(row)
+        write(self.path, self.rows)
+        rated = f" λ = {how['rate']:g}" if how["rate"] else ""
+        self.tell(f"{method}{rated}, {100 * fraction:g} % of the data: {row['final']:.5g}")
+        return row
+
+    def tuned(self, method: str) -> float:
+        """The rate with the least distortion on a tenth of the data."""
+        tried = {rate: self.run(method, rate=rate, fraction=0.1)["final"] for rate in RATES}
+        return min(tried, key=lambda rate: tried[rate])
+
+
+def run_a(runs: Runs) -> None:
+    """All methods at the paper's rate, and each at its own."""
+    for method in METHODS:
+        runs.run(method, rate=RATE)
+        if method != "opq":
+            runs.run(method, rate=runs.tuned(method))
+    runs.run("gcd-greedy", rate=None)
+
+
+def run_bc(runs: Runs, method: str) -> None:
+    """Ten runs of a method on each part of the data, GCD-G at the paper's rate."""
+    for fraction in FRACTIONS:
+        for seed in range(RUNS):
+            runs.run(method, rate=RATE, fraction=fraction, seed=seed)
+
+
+def plot_a(pyplot: Any, rows: Rows, path: Path) -> list[str]:
+    """Two panels: the paper's rate, and each method's own."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True)
+    whole = [row for row in rows if row["fraction"] == 1]
+    paper = {row["method"]: row for row in whole if row["rate"] in (RATE, None)}
+    exact = next((row for row in whole if _exact(row)), None)
+    paper = {m: r for m, r in paper.items() if not _exact(r)}
+    for row in whole:
+        # The paper's rate may be a method's best, too.
+        if row["method"] in METHODS and row["rate"] == RATE:
+            paper[row["method"]] = row
+    best = {m: min(_of(whole, m), key=lambda row: row["final"]) for m in paper}
+    for panel, chosen, title in (
+        (axes[0], paper, f"5 steps at λ = {RATE:g} an iteration"),
+        (axes[1], best, "each at its own best λ"),
+    ):
+        for method in METHODS:
+            if method in chosen:
+                row = chosen[method]
+                rate = f", λ = {row['rate']:g}" if panel is axes[1] and row["rate"] else ""
+                style = ":" if method.startswith("over") else "-" if "gcd" in method else "--"
+                panel.plot(row["distortion"], style, label=NAMES[method] + rate)
+        # What diverges leaves the picture.
+        low = min(min(row["distortion"]) for row in whole)
+        top = 1.1 * max(row["distortion"][0] for row in whole)
+        panel.set(xlabel="iteration", title=title, yscale="log", ylim=(0.98 * low, top))
+        panel.grid(alpha=0.3, which="both")
+    if exact:
+        axes[1].plot(exact["distortion"], "k-", lw=1, label=NAMES["exact"])
+    axes[0].set_ylabel("distortion")
+    for panel in axes:
+        panel.legend(frameon=False, fontsize=7.5)
+    lines = claims_a(paper, best, exact)
+    _finish(pyplot, figure, lines, rows, path)
+    return lines
+
+
+def claims_a(
+    paper: dict[str, dict[str, Any]], best: dict[str, dict[str, Any]], exact: dict[str, Any] | None
+) -> list[str]:
+    """The paper's claims about 2a, each with what this run says of it."""
+    told = []
+    for name, chosen in (("at the paper's λ", paper), ("each at its best λ", best)):
+        final = {method: row["final"] for method, row in chosen.items()}
+        if not final.keys() >= set(METHODS):
+            continue
+        opq = final["opq"]
+
+        def over(method: str, final: dict[str, float] = final, opq: float = opq) -> str:
+            return f"{NAMES[method]} {100 * (final[method] / opq - 1):+.1f} %"
+
+        like = max(final["gcd-greedy"], final["gcd-steepest"]) < 1.01 * opq
+        told += [
+            f"{name}, final distortion against OPQ's {opq:.4g}: "
+            + ", ".join(over(method) for method in METHODS[1:]),
+            f"{_yes(like)} GCD-G and GCD-S end within 1 % of OPQ or below it ({name})",
+            f"{_yes(final['cayley'] > final['gcd-greedy'])} Cayley is behind GCD-G ({name})",
+            f"{_yes(final['gcd-random'] > final['gcd-greedy'])} GCD-R is behind GCD-G ({name})",
+            f"{_yes(_hurt(final, 'greedy') > 0.001 and _hurt(final, 'random') < 0.001)} sharing "
+            f"axes hurts GCD-G ({100 * _hurt(final, 'greedy'):+.2f} %) and hardly GCD-R "
+            f"({100 * _hurt(final, 'random'):+.2f} %; {name})",
+        ]
+    if exact:
+        share = 100 * (exact["final"] / best["opq"]["final"] - 1)
+        told.append(f"GCD-G with exact angles and no rate, ours: {share:+.1f} % of OPQ's")
+    return told
+
+
+def plot_bc(pyplot: Any, rows: Rows, path: Path) -> list[str]:
+    """Mean and spread of the runs, one colour for each part of the data."""
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.8))
+    method, told = rows[0]["method"], []
+    for fraction in sorted({row["fraction"] for row in rows}):
+        curves = np.array([row["distortion"] for row in rows if row["fraction"] == fraction])
+        mean, spread = curves.mean(0), curves.std(0, ddof=1) if len(curves) > 1 else 0 * curves[0]
+        (line,) = axes.plot(mean, label=f"{100 * fraction:g} % of the data")
+        axes.fill_between(range(len(mean)), mean - spread, mean + spread, alpha=0.2)
+        line.set_linewidth(1.2)
+        on_all = [row["final_on_all"] for row in rows if row["fraction"] == fraction]
+        width = statistics.stdev(on_all) if len(on_all) > 1 else 0.0
+        told.append(
+            f"{NAMES[method]} on {100 * fraction:g} %: {mean[-1]:.5g} ± {np.ravel(spread)[-1]:.2g} "
+            f"on what it saw, {statistics.mean(on_all):.5g} ± {width:.2g} on all vectors "
+            f"({len(on_all)} runs)"
+        )
+    axes.set(xlabel="iteration", ylabel="distortion", yscale="log", title=NAMES[method])
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(frameon=False)
+    told += claims_bc(rows, path)
+    _finish(pyplot, figure, told, rows, path)
+    return told
+
+
+def claims_bc(rows: Rows, path: Path) -> list[str]:
+    """GCD-G against OPQ, once the rows of both are there."""
+    other = path.with_name(f"fig2{'c' if rows[0]['method'] == 'opq' else 'b'}.json")
+    if not other.exists():
+        return [f"the comparison follows when {other.name} is there"]
+    both = {kind[0]["method"]: kind for kind in (rows, read(other))}
+    told = []
+    for fraction in sorted({row["fraction"] for row in rows}):
+        opq, gcd = (
+            [row["final_on_all"] for row in both[method] if row["fraction"] == fraction]
+            for method in ("opq", "gcd-greedy")
+        )
+        if len(opq) < 2 or len(gcd) < 2:
+            continue
+        less = statistics.stdev(gcd) < statistics.stdev(opq)
+        told.append(
+            f"{_yes(less)} GCD-G varies less between runs on {100 * fraction:g} % "
+            f"(± {statistics.stdev(gcd):.2g} against ± {statistics.stdev(opq):.2g})"
+        )
+        if fraction == min(FRACTIONS):
+            lower = statistics.mean(gcd) < statistics.mean(opq)
+            told.append(
+                f"{_yes(lower)} GCD-G does better on {100 * fraction:g} % of the data "
+                f"({statistics.mean(gcd):.5g} against {statistics.mean(opq):.5g} on all vectors)"
+            )
+    return told
+
+
+def _finish(pyplot: Any, figure: Any, lines: list[str], rows: Rows, path: Path) -> None:
+    about = rows[0]
+    where = about["gpu"] or f"{about['threads']} CPU threads"
+    lines = [*lines, f"{about['vectors']} vectors, {SUBSPACES} × {CODEWORDS}, {where}"]
+    height = figure.get_figheight()
+    below = 0.16 * len(lines) + 0.15
+    figure.set_figheight(height + below)
+    figure.tight_layout(rect=(0, below / (height + below), 1, 1))
+    figure.text(0.01, 0.01, "\n".join(lines), fontsize=6.5, va="bottom")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _exact(row: dict[str, Any]) -> bool:
+    return row["method"] != "opq" and row["rate"] is None
+
+
+def _of(rows: Rows, method: str) -> Rows:
+    return [row for row in rows if row["method"] == method and not _exact(row)]
+
+
+def _hurt(final: dict[str, float], kind: str) -> float:
+    return final[f"overlapping-{kind}"] / final[f"gcd-{kind}"] - 1
+
+
+def _yes(holds: bool) -> str:
+    return "holds:" if holds else "does not hold:"
