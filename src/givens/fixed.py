@@ -33,8 +33,8 @@ PER_CODEWORD, PER_AXIS = 16, 8
 # Passes over each size of the sample, and of each start that is tried.
 PASSES = 20
 TRIAL = 8
-# Turns of n/2 planes after a pass: by exact angles, and as in the paper. An exact one costs n²K,
-# so that this many over n of them cost a small part of the pass at any n.
+# Turns of n/2 planes after a pass: by exact angles, and as in the paper. n of them visit about all
+# planes once; each costs n²K, so that this many over n cost a small part of the pass at any n.
 EXACT_STEPS, RAW_STEPS = 8192, 5
 # A stage ends when a pass lowers the distortion by less than this part of it; early ones sooner.
 TOLERANCE, EARLY = 2e-4, 5
@@ -115,7 +115,8 @@ def fit(
         tolerance: it stops when a pass lowers the distortion by less than this part; −1 for never.
         rate: the paper's λ, for its raw steps with codewords held, which has the square of the
             data's scale in it. Without it the angles are exact, and the codewords follow.
-        steps: turns of n/2 planes after a pass; 8192/n unless given, 5 with a rate.
+        steps: turns of n/2 planes after a pass; the lesser of n and 8192/n unless given, 5
+            with a rate.
         callback: told of every pass. It may raise to stop.
         resume: what a callback was told; the run then ends as if it had not been interrupted, given
             the same vectors and options.
@@ -250,7 +251,7 @@ class Run:
         """W after the turns of one iteration."""
         W, Z = W.clone(), moments.roots(clusters)
         if self.exact:
-            steps = self.steps or max(EXACT_STEPS // len(W), 8)
+            steps = self.steps or min(len(W), max(EXACT_STEPS // len(W), 8))
             moments.turn_best_(W, Z, self.method, steps=steps, seed=self.seed, step=at * steps)
             return W
         T, steps = moments.cross_products(Z) / N, self.steps or RAW_STEPS
