@@ -63,7 +63,7 @@ def test_fused_equals_reference(n, pairing, options, stack, monkeypatch):
     lr = 0.02 if options.get("adapt", 1) else 1e-3
     fused, slow = (optimizer(M, lr, pairing, seed=3, **options) for M in (W, V))
     if not pairing.endswith("random"):
-        monkeypatch.setattr(optim, "_choose_pairs", lambda *_: chosen(fused, W))
+        monkeypatch.setattr(optim, "choose_pairs", lambda *_: chosen(fused, W))
     for G in gradients(W, 20):
         W.grad, V.grad = G, G.double()
         with givens.kernels.use("triton"):
@@ -82,7 +82,7 @@ def test_wide_steps_equal_reference(n, monkeypatch):
         W, V = parameter(n), nn.Parameter(parameter(n).detach().double())
         fused, slow = (optimizer(M, 0.02, pairing, seed=3) for M in (W, V))
         if pairing == "greedy":
-            monkeypatch.setattr(optim, "_choose_pairs", lambda *_: chosen(fused, W))  # noqa: B023
+            monkeypatch.setattr(optim, "choose_pairs", lambda *_: chosen(fused, W))  # noqa: B023
         for G in gradients(W, 3):
             W.grad, V.grad = G, G.double()
             fused.step()

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -148,12 +147,15 @@ class GCD(Optimizer):
             state = self.state[W]
             _start(state, W, group)
             backend = kernels.choose(W)
-            if backend == "numba":
-                step_compiled_(W, G.contiguous(), state, group, stream, self._workspaces)
-            elif backend == "triton":
-                step_fused_(W, G, state, group, stream, found_inf, self._workspaces)
-            else:
+            if backend == "reference":
                 step_(W, G, state, group, stream, found_inf)
+                continue
+            from givens import twins
+
+            if backend == "numba":
+                twins.step_compiled_(W, G.contiguous(), state, group, stream, self._workspaces)
+            else:
+                twins.step_fused_(W, G, state, group, stream, found_inf, self._workspaces)
         return loss
 
     @functools.cached_property
@@ -182,7 +184,7 @@ def step_(
 ) -> None:
     """One step on one matrix or stack, in torch: the oracle of the compiled versions."""
     check_gradient(W, G)
-    W, G = _stack(W), _stack(G)
+    W, G = as_stack(W), as_stack(G)
     state["step"] += 1
     t = int(state["step"])
     good = G.isfinite().all()
@@ -192,16 +194,16 @@ def step_(
 
     # The momentum H is a running mean of G whose rows turn with those of W. So H Wᵀ − W Hᵀ is the
     # running mean of all A so far, each carried along with the frame as QᵀAQ, at no extra product.
-    beta1, _ = _betas(group)
+    beta1, _ = decays(group)
     H = G
     if beta1:
-        H = _stack(state["momentum"])
+        H = as_stack(state["momentum"])
         H.lerp_(G, (1 - beta1) * good.to(G.dtype))
 
-    pairs = _choose_pairs(W, H, group, t, stream)
-    factor = _factor(group, t)
+    pairs = choose_pairs(W, H, group, t, stream)
+    factor = angle_factor(group, t)
     if group["adapt"]:
-        decay, gain = _memory(group)
+        decay, gain = scale_memory(group)
         squares = plane_derivatives(W, G, pairs).double().square().sum(dim=-1)
         scale = (decay * state["scale"].double() ** 2 + gain * squares / _planes(W)).sqrt()
         state["scale"].copy_(torch.where(good, scale, state["scale"]))
@@ -219,121 +221,6 @@ def step_(
             orthonormalise_rows_(w, drawn.to(w.device))
 
 
-def step_compiled_(
-    W: Tensor,
-    G: Tensor,
-    state: dict[str, Any],
-    group: dict[str, Any],
-    stream: int,
-    workspaces: dict[Any, Any],
-) -> None:
-    """`step_` on a CPU: the same, its loops compiled."""
-    from givens.kernels import compiled
-
-    t = state["step"] + 1
-    n, b = W.shape[-1], 1 if W.ndim == 2 else len(W)
-    beta1, _ = _betas(group)
-    draw = group["pairing"] == "random"
-    if beta1 or not draw:
-        check_gradient(W, G)
-    H = state["momentum"].lerp_(G, 1 - beta1) if beta1 else G
-    if draw:
-        pairs = np.empty((b, n // 2, 2), np.int64)
-    else:
-        if W not in workspaces:
-            workspaces[W] = W.new_empty(b, n, n)
-        product = workspaces[W]
-        pairs = _choose_pairs(_stack(W.detach()), _stack(H), group, t, stream, product).numpy()
-
-    rows = W.detach().contiguous()
-    w, g = rows.numpy().reshape(b, n, n), G.numpy().reshape(b, n, n)
-    h = H.numpy().reshape(b, n, n) if beta1 else g
-    scale = state["scale"].numpy() if group["adapt"] else np.empty(b, w.dtype)
-    how = (float(_factor(group, t)), *_memory(group), bool(group["adapt"]), bool(beta1))
-    if not compiled.descend(w, g, h, pairs, scale, *how, draw, group["seed"], t, stream):
-        raise ValueError(_not_finite(W))
-    state["step"] = t
-    if W.is_contiguous():
-        kernels.written(W)
-    else:
-        W.detach().copy_(rows)
-
-
-@torch.no_grad()
-def step_fused_(
-    W: Tensor,
-    G: Tensor,
-    state: dict[str, Any],
-    group: dict[str, Any],
-    stream: int,
-    found_inf: Tensor | None,
-    workspaces: dict[Any, Any],
-) -> None:
-    """`step_` on a GPU: a launch or five, nothing that waits, safe in a CUDA graph.
-
-    The product that chooses the planes may use TF32; their angles come from float32 sums over the
-    chosen rows alone.
-    """
-    from givens.kernels.matching import Matcher
-    from givens.kernels.turning import Turner
-
-    check_gradient(W, G)
-    n = W.shape[-1]
-    if n == 1:
-        return
-    if (W, Turner) not in workspaces:
-        workspaces[W, Turner] = Turner(W)
-    turner = workspaces[W, Turner]
-    rows = W.detach().contiguous()
-    G = G.contiguous()
-    beta1, beta2 = _betas(group)
-    H = state["momentum"] if beta1 else None
-    skip = found_inf
-    draw = group["pairing"].endswith("random")
-    overlap = group["pairing"].startswith("overlapping")
-    if H is not None:
-        turner.blend(H, G, 1 - beta1, found_inf)
-        skip = turner.skip
-    elif overlap:
-        # These planes do not see every row.
-        wrong = ~G.isfinite().all()
-        skip = (wrong if found_inf is None else wrong | (found_inf != 0)).int()
-    if not draw:
-        if (W, Matcher) not in workspaces:
-            workspaces[W, Matcher] = Matcher(W)
-        matcher = workspaces[W, Matcher]
-        magnitudes = matcher.magnitudes(_stack(G if H is None else H), _stack(rows))
-        if group["pairing"] == "greedy":
-            matcher.greedy(magnitudes, turner.pairs)
-        elif overlap:
-            turner.take(pairing.largest_pairs(magnitudes))
-        elif not group["exact"]:
-            matcher.steepest(magnitudes, turner.pairs)
-        else:
-            turner.take(pairing.matched_pairs(magnitudes, steepest=True, exact=True))
-    turner.descend(
-        rows,
-        G,
-        H,
-        state.get("scale"),
-        state["step"],
-        group["lr"],
-        state["skipped"],
-        draw=draw,
-        overlap=overlap,
-        skip=skip,
-        adapt=group["adapt"],
-        betas=(beta1, beta2),
-        maximize=group["maximize"],
-        seed=group["seed"],
-        stream=stream,
-    )
-    if W.is_contiguous():
-        kernels.written(W)
-    else:
-        W.copy_(rows)
-
-
 def plane_derivatives(W: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
     """A_ij = g_i·w_j − w_i·g_j of the given planes alone: O(n²) for n/2 of them, never A itself."""
     i, j = (index[..., None] for index in pairs.unbind(-1))
@@ -342,7 +229,7 @@ def plane_derivatives(W: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
     return (Gi * Wj - Wi * Gj).sum(dim=-1)
 
 
-def _choose_pairs(
+def choose_pairs(
     W: Tensor,
     H: Tensor,
     group: dict[str, Any],
@@ -368,7 +255,7 @@ def _start(state: dict[str, Any], W: Tensor, group: dict[str, Any]) -> None:
         _place_step(state, W)
     if group["adapt"] and "scale" not in state:
         state["scale"] = W.new_zeros(1 if W.ndim == 2 else len(W), requires_grad=False)
-    if _betas(group)[0] and "momentum" not in state:
+    if decays(group)[0] and "momentum" not in state:
         state["momentum"] = torch.zeros_like(W, memory_format=torch.contiguous_format)
 
 
@@ -383,28 +270,28 @@ def _place_step(state: dict[str, Any], W: Tensor) -> None:
         state.pop("skipped", None)
 
 
-def _betas(group: dict[str, Any]) -> tuple[float, float]:
+def decays(group: dict[str, Any]) -> tuple[float, float]:
     """Decay of the momentum and of the scale."""
     beta1, beta2 = group["betas"] if group["adapt"] == "adam" else (0.0, 0.0)
     return beta1, beta2
 
 
-def _memory(group: dict[str, Any]) -> tuple[float, float]:
+def scale_memory(group: dict[str, Any]) -> tuple[float, float]:
     """(decay, gain) of scale² ← decay·scale² + gain·mean(A_ij²)."""
     if group["adapt"] == "adagrad":
         return 1.0, 1.0
-    _, beta2 = _betas(group)
+    _, beta2 = decays(group)
     return beta2, 1 - beta2
 
 
-def _factor(group: dict[str, Any], t: int) -> float | Tensor:
+def angle_factor(group: dict[str, Any], t: int) -> float | Tensor:
     """θ over A_ij, but for the division by the scale: −lr with Adam's bias undone, or −λ/√2."""
     lr: float | Tensor = group["lr"] if group["maximize"] else -group["lr"]
     if group["adapt"] is None:
         return lr / math.sqrt(2)
     if group["adapt"] == "adagrad":
         return lr
-    beta1, beta2 = _betas(group)
+    beta1, beta2 = decays(group)
     return lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
 
 
@@ -413,7 +300,8 @@ def _planes(W: Tensor) -> int:
     return max(W.shape[-1] // 2, 1)
 
 
-def _stack(M: Tensor) -> Tensor:
+def as_stack(M: Tensor) -> Tensor:
+    """One matrix as a stack of one."""
     return M if M.ndim == 3 else M[None]
 
 
@@ -423,10 +311,11 @@ def check_gradient(W: Tensor, G: Tensor) -> None:
     if G.dtype != W.dtype or G.layout != torch.strided:
         raise ValueError(f"the gradient must be dense and {W.dtype}, but got {G.layout} {G.dtype}")
     if W.device.type == "cpu" and not is_finite(G):
-        raise ValueError(_not_finite(W))
+        raise ValueError(not_finite(W))
 
 
-def _not_finite(W: Tensor) -> str:
+def not_finite(W: Tensor) -> str:
+    """What is said of a gradient that would damage W."""
     return (
         f"the gradient of the {tuple(W.shape)} matrix has NaN or infinite entries, or overflows; "
         "no matrix was turned"
