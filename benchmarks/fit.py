@@ -7,7 +7,7 @@ without it only the made-up data are run. All contenders train on the same 65,53
 judged by the mean squared error on vectors that none of them saw, computed here in one way for all.
 They take turns, seed after seed, on the same number of threads. Faiss's OPQ is run as it comes,
 from a random rotation, and from the identity, which it can be given; both are followed by its
-ProductQuantizer with its defaults. With --recall, recall@10 of the indexes on all base vectors.
+ProductQuantizer with its defaults.
 """
 
 import argparse
