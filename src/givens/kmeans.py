@@ -13,6 +13,7 @@ from jaxtyping import Float, Integer, Num
 from torch import Tensor
 
 from givens import kernels
+from givens.vectors import chunks, rows_of
 
 Start = Literal["sampled", "plus-plus"]
 
@@ -79,7 +80,7 @@ def kmeans(
             codebooks to begin with.
         device: where to compute, if X is not a tensor.
     """
-    N = X.shape[0]
+    N, D, w = X.shape
     if not 1 <= codewords <= N:
         raise ValueError(
             f"codewords must be in 1..N, but got codewords={codewords} for N={N} vectors"
@@ -87,7 +88,7 @@ def kmeans(
     device = X.device if isinstance(X, Tensor) else torch.device(device or "cpu")
     C = started(X, codewords, start, seed, device)
     for iteration in range(iterations):
-        parts = (part.flatten(1) for part in chunks(X, device))
+        parts = (part.flatten(1) for part in chunks(X, SLICE // (D * w), device))
         C = updated(C, pass_over(parts, C), seed + iteration)
     return C
 
@@ -201,28 +202,6 @@ def _far_apart(X: Tensor, K: int, generator: torch.Generator) -> Tensor:
         distance = torch.minimum(distance, (X - C[:, k, None]).square().sum(-1))
         odds = distance
     return C
-
-
-def chunks(X: Any, device: torch.device | str) -> Iterator[Tensor]:
-    """X in float32 on the device, a slice at a time."""
-    for rows in slices(len(X), SLICE // max(int(np.prod(X.shape[1:])), 1)):
-        yield as_float(X[rows], device)
-
-
-def rows_of(X: Any, index: Tensor, device: torch.device | str) -> Tensor:
-    """The rows of that index in float32, read in the order of the file."""
-    index = index.sort().values
-    return as_float(X[index.to(X.device) if isinstance(X, Tensor) else index.numpy()], device)
-
-
-def as_float(part: Any, device: torch.device | str) -> Tensor:
-    """An array or tensor as a float32 tensor on the device."""
-    if not isinstance(part, Tensor):
-        part = np.ascontiguousarray(part, dtype=np.float32)
-        # A tensor cannot share what may not be written: a file mapped for reading.
-        part = torch.from_numpy(part if part.flags.writeable else part.copy())
-    tensor: Tensor = part.detach().to(device, torch.float32)
-    return tensor
 
 
 def cut(Y: Tensor, D: int) -> Tensor:

@@ -194,7 +194,7 @@ class Quantizer:
         """Slices of x in float32 on the device, finite."""
         widest = max(self.dim, 0 if self.coarse is None else len(self.coarse))
         at = 0
-        for part in chunks(x, max(BUFFER // widest, 1), self.rotation.device):
+        for part in chunks(x, BUFFER // widest, self.rotation.device):
             good = part.isfinite().all(1)
             if not good.all():
                 row = at + int((~good).nonzero()[0])

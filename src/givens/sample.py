@@ -9,7 +9,8 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from givens.kmeans import as_float, chunks, nearest, rows_of
+from givens.kmeans import SLICE, nearest
+from givens.vectors import as_float, chunks, rows_of
 
 
 class Sample:
@@ -47,7 +48,7 @@ class Sample:
 
     def chunks(self) -> Iterator[Float[Tensor, "m n"]]:
         """All of them, a slice at a time."""
-        for part in chunks(self.x, self.device):
+        for part in chunks(self.x, SLICE // self.dim, self.device):
             yield self._seen(part)
 
     def drawn(self, count: int, seed: int) -> "Sample":

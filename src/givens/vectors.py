@@ -76,13 +76,26 @@ def read(path: str | Path, part: str | None = None) -> Vectors:
 
 def chunks(x: Any, rows: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
     """Slices of a tensor, an array or a file in float32 on the device, one after another."""
+    rows = max(rows, 1)
     for first in range(0, len(x), rows):
-        part = x[first : first + rows]
-        if not isinstance(part, Tensor):
-            # A copy: the slice of a memory-mapped file cannot be written to, and torch wants that.
-            part = torch.from_numpy(np.array(part, dtype=np.float32))
-        yield part.to(device, torch.float32)
+        yield as_float(x[first : first + rows], device)
         drop_pages(x)
+
+
+def rows_of(x: Any, index: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """The rows of that index in float32, read in the order of the file."""
+    index = index.sort().values
+    return as_float(x[index.to(x.device) if isinstance(x, Tensor) else index.numpy()], device)
+
+
+def as_float(part: Any, device: torch.device | str = "cpu") -> Tensor:
+    """An array or a tensor as a float32 tensor on the device."""
+    if not isinstance(part, Tensor):
+        part = np.ascontiguousarray(part, dtype=np.float32)
+        # A tensor cannot share what may not be written: a file mapped for reading.
+        part = torch.from_numpy(part if part.flags.writeable else part.copy())
+    tensor: Tensor = part.detach().to(device, torch.float32)
+    return tensor
 
 
 def drop_pages(x: Any) -> None:

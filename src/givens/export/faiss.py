@@ -238,7 +238,7 @@ class Source:
     def slices(self, weight: float = 1.0) -> Iterator[tuple[Tensor, npt.NDArray[np.int64] | None]]:
         """Vectors in float32 and their ids, told of afterwards as this part of the work."""
         at = 0
-        for part in chunks(self.vectors, max(BUFFER // self.vectors.shape[1], 1)):
+        for part in chunks(self.vectors, BUFFER // self.vectors.shape[1]):
             if not part.isfinite().all():
                 row = at + int((~part.isfinite().all(1)).nonzero()[0])
                 raise ValueError(
