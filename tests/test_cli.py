@@ -374,3 +374,35 @@ def test_interrupted_it_leaves_the_old_files(folder, how):
 
 def _maps(pid):
     return Path(f"/proc/{pid}/maps").read_bytes()
+
+
+def test_fit_goes_on_where_it_was_stopped(folder, monkeypatch):
+    fit = sys.modules["givens.cli.fit"]
+    monkeypatch.chdir(folder)
+    command = ["fit", "x.npy", "--subspaces", "2", "--codewords", "8", "--sample", "300"]
+    invoke(*command, "-o", "whole.safetensors")
+    monkeypatch.setattr(fit, "SAVED_EVERY", 0)
+    save, passes = fit.Progress.save, []
+
+    def stop_at_the_fifth(progress, path):
+        save(progress, path)
+        passes.append(progress.iteration)
+        if len(passes) == 5:
+            raise ValueError("stopped")
+
+    monkeypatch.setattr(fit.Progress, "save", stop_at_the_fifth)
+    with pytest.raises(ValueError, match="stopped"):
+        invoke(*command, "-o", "part.safetensors")
+    (state,) = folder.glob("part.safetensors.*.part")
+    assert not (folder / "part.safetensors").exists()
+    # Another configuration does not take it up.
+    assert "nothing to go on from" in invoke(
+        *command, "-o", "part.safetensors", "--seed", "1", "--resume"
+    )
+    assert state.exists()
+    invoke(*command, "-o", "part.safetensors", "--resume")
+    # The sixth pass and on, none twice.
+    assert len(passes) > 5
+    assert not list(folder.glob("*.part"))
+    whole, part = (givens.load(f"{name}.safetensors") for name in ("whole", "part"))
+    assert whole.fingerprint == part.fingerprint

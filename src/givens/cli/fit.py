@@ -1,5 +1,7 @@
 """`givens fit`: a quantizer for fixed embeddings."""
 
+import hashlib
+import json
 import time
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -15,6 +17,8 @@ from givens.quantizer import Metric, Quantizer, load
 
 # Vectors that the distortion is told of.
 MEASURED = 100_000
+# Seconds between two savings of a long run's state.
+SAVED_EVERY = 10
 
 
 def fit(
@@ -35,11 +39,15 @@ def fit(
     sample: Annotated[int, typer.Option(help="Vectors to look at; 0 for all.")] = SAMPLE,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
+    resume: Annotated[
+        bool, typer.Option(help="Go on where the same command was interrupted.")
+    ] = False,
 ) -> None:
     """Learn a rotation and codebooks for vectors.
 
     Reads .npy, .fvecs, .bvecs, .ivecs, .hdf5, .parquet and .safetensors; one of several tables by
-    its name, as in glove.hdf5:train. Beside the quantizer goes its record, OUTPUT.json.
+    its name, as in glove.hdf5:train. Beside the quantizer goes its record, OUTPUT.json. A run that
+    takes longer than some seconds leaves its state beside OUTPUT until it is done.
 
     Example: givens fit learn.fvecs -o q.safetensors --subspaces 8 --coarse 1024
     """
@@ -50,10 +58,30 @@ def fit(
     x = vectors.read(source, "train")
     start = _start(init)
     out.check_output(output, source)
+    chosen = {
+        "vectors": source,
+        "subspaces": subspaces,
+        "codewords": codewords,
+        "coarse": coarse,
+        "method": method,
+        "metric": metric,
+        "init": init,
+        "iterations": iterations,
+        "sample": sample,
+    }
+    part = _part(output, {**chosen, "seed": seed, "shape": list(x.shape)})
+    before = Progress.load(part) if resume and part.exists() else None
+    if resume and before is None:
+        typer.echo("There is nothing to go on from: no such run was interrupted here", err=True)
     passes: list[float] = []
+    saved = began
     with out.progress("fitting") as bar:
 
         def tell(progress: Progress) -> None:
+            nonlocal saved
+            if time.perf_counter() - saved > SAVED_EVERY:
+                progress.save(part)
+                saved = time.perf_counter()
             passes.append(progress.distortion)
             note = f"distortion {progress.distortion:.5g}"
             bar.stand(progress.iteration, progress.iterations, note)
@@ -70,24 +98,14 @@ def fit(
             iterations=iterations,
             sample=sample or None,
             callback=tell,
+            resume=before,
             device=place,
         ).to("cpu")
     spent = time.perf_counter() - began
     error, norm = _measured(q, x)
     q.save(output)
-    about = out.record(
-        seed,
-        device,
-        vectors=source,
-        subspaces=subspaces,
-        codewords=codewords,
-        coarse=coarse,
-        method=method,
-        metric=metric,
-        init=init,
-        iterations=iterations,
-        sample=sample,
-    )
+    part.unlink(missing_ok=True)
+    about = out.record(seed, device, **chosen)
     results = {"seconds": spent, "distortion": error, "distortion_by_pass": passes}
     out.write_record(output, {**about, **results, "fingerprint": q.fingerprint})
     typer.echo(
@@ -99,6 +117,12 @@ def fit(
         f"Written: {output} ({out.size(output)}), {output}.json\n"
         f"Next: givens build {output} VECTORS -o index.faiss"
     )
+
+
+def _part(output: Path, chosen: dict[str, Any]) -> Path:
+    """Where a run keeps its state until it is done: another configuration, another file."""
+    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
+    return output.with_name(f"{output.name}.{digest}.part")
 
 
 def _start(init: str) -> Init | Quantizer:
