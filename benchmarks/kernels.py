@@ -4,8 +4,8 @@
 
 A pairing is first compared with sorting (greedy) or with greedy's weight (steepest). The matrices:
 "gaussian"; "captured", the A of a fit of the vectors of --data, laid side by side up to n; and
-those that could take long: all "zero", "tied" (whole numbers from −2 to 2), and a "chain" whose
-pairs can only be found one after another, n/2 rounds.
+those that could take long: all "zero", "tied" (whole numbers from −2 to 2), "hubs", where a few
+axes outweigh the rest, and a "chain" whose pairs can only be found one after another, n/2 rounds.
 """
 
 import argparse
@@ -47,7 +47,8 @@ def matrices(n: int, data: Path | None) -> dict[str, Tensor]:
         x = torch.from_numpy(np.load(data)).flatten()
         x = x[: x.numel() // n * n].view(-1, n)[:20_000].cuda().float()
         q = givens.fit(x, subspaces=n // 16, codewords=64, method="pq", iterations=5)
-        kinds["captured"] = skew((x.T @ q.decode(q.encode(x))).cpu() * (2 / len(x)))
+        T = (x.T @ q.decode(q.encode(x))).cpu() * (2 / len(x))
+        kinds |= {"captured": T - T.T, "hubs": skew(T)}
     return kinds
 
 
