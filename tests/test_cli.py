@@ -310,7 +310,7 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
         (["inspect", "cut.safetensors"], "cut.safetensors is damaged"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(bad, monkeypatch, arguments, message):
+def test_bad_input_is_one_line_and_leaves_nothing(bad, monkeypatch, arguments, message, unchecked):
     monkeypatch.chdir(bad)
     before = names(bad)
     if arguments[0] in ("fit", "build") and "-o" not in arguments:
