@@ -1,15 +1,8 @@
-"""The index as a layer of a model: T(X) = φ(XR)Rᵀ (paper, section 2.1).
-
-    y = XR                      for cosine, X is normalised before; nothing is after
-    q                           the codewords nearest to y, on a coarse centroid where there are any
-    φ(y) = q + (y − sg(y))      forward q, backward as if it were y
-    distortion = (1/m)‖y − q‖²  with the codes held fixed
-
-Forward is what the index does with X. Backward, a gradient g of T(X) reaches X as it is, and R, the
-codebooks and the centroids through h = gR; so does that of the distortion.
+"""The index as a layer of a model: T(X) = φ(XR)Rᵀ, trained with the towers (paper, section 2.1).
 
 X (m, n) embeddings; R (n, n) rotation, W = Rᵀ its parameter; D subspaces of width w = n/D;
-K codewords each; L coarse centroids.
+K codewords each; L coarse centroids. The mathematics is in `straight_through`; here are the parts
+that train, how they start, and how the codewords are used.
 """
 
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,13 +10,13 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, distributed, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 
 from givens.fixed import Init, Method, fit
 from givens.kmeans import nearest
 from givens.quantizer import Codes, Metric, Quantizer
 from givens.rotation import Rotation
+from givens.straight_through import StraightThrough
 
 Update = Literal["gradient", "ema"]
 
@@ -231,18 +224,18 @@ class IndexLayer(nn.Module):
         parts = residual.view(-1, D, w)
         errors = (parts - self.codebooks.flatten(0, 1)[at].view_as(parts)).square().sum(2)
         generator = torch.Generator(sample.device).manual_seed(seed)
-        # The first of exponential clocks, each as fast as its error is large, without replacement.
+        # The first of exponential clocks, each as fast as its error is large; none where it is NaN.
         clocks = torch.empty_like(errors).exponential_(generator=generator)
-        drawn = (errors / clocks).topk(min(len(parts), K), dim=0).indices.mT
+        speeds, drawn = (errors / clocks).nan_to_num(0).mT.topk(min(len(parts), K))
         rank = self.dead.cumsum(1) - 1
-        moved = (self.dead & (rank < drawn.shape[1]))[..., None]
-        row = drawn.gather(1, rank.clamp(0, drawn.shape[1] - 1))[..., None].expand(-1, -1, w)
-        self.codebooks.copy_(
-            torch.where(moved, parts.transpose(0, 1).gather(1, row), self.codebooks)
-        )
-        self.usage.copy_(torch.where(moved[..., 0], 1 / K, self.usage))
+        inside = rank.clamp(0, drawn.shape[1] - 1)
+        moved = self.dead & (rank == inside) & (speeds.gather(1, inside) > 0)
+        row = drawn.gather(1, inside)[..., None].expand(-1, -1, w)
+        vectors = parts.transpose(0, 1).gather(1, row)
+        self.codebooks.copy_(torch.where(moved[..., None], vectors, self.codebooks))
+        self.usage.copy_(torch.where(moved, 1 / K, self.usage))
         if self.sums is not None:
-            self.sums.copy_(torch.where(moved, self.codebooks / K, self.sums))
+            self.sums.copy_(torch.where(moved[..., None], self.codebooks / K, self.sums))
         _from_first_rank(self.codebooks, self.usage, self.sums)
         return moved.sum()
 
@@ -288,7 +281,9 @@ class IndexLayer(nn.Module):
             usage = self.usage.view(-1)
             usage.mul_(self.decay).index_add_(0, at, one, alpha=(1 - self.decay) / m)
             return
-        chosen = torch.cat([one[:, None], residual.view(-1, w)], dim=1)
+        # An average never forgets NaN.
+        good = residual.isfinite().all(1).repeat_interleave(D)[:, None]
+        chosen = torch.cat([one[:, None], residual.view(-1, w)], dim=1).where(good, 0)
         added = residual.new_zeros(D * K, 1 + w).index_add_(0, at, chosen)
         if _ranks() > 1:
             distributed.all_reduce(added)
@@ -304,7 +299,13 @@ class IndexLayer(nn.Module):
         self._warm = bool(self.started)
 
     def _check_vectors(self, name: str, x: Tensor) -> None:
-        n = self.rotation.dim
+        D, _, w = self.codebooks.shape
+        if self.codebooks.dtype != torch.float32:
+            raise ValueError(
+                f"IndexLayer keeps its parameters in float32, but they are {self.codebooks.dtype}; "
+                "use torch.autocast around the model instead"
+            )
+        n = D * w
         if x.ndim != 2 or x.shape[1] != n or not x.is_floating_point():
             raise ValueError(
                 f"{name} must be a floating-point tensor of shape (m, {n}), "
@@ -322,59 +323,6 @@ class IndexLayer(nn.Module):
             raise RuntimeError(
                 "the layer has no codebooks yet; call layer.warm_start(sample) first"
             )
-
-
-class StraightThrough(torch.autograd.Function):
-    """From X, given its rotated Y and their codes, to T(X) and the distortion; and back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        W: Tensor,
-        codebooks: Tensor,
-        coarse: Tensor | None,
-        R: Tensor,
-        Y: Tensor,
-        at: Tensor,
-        lists: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """φ(Y)Rᵀ and (1/m)‖Y − q‖²."""
-        q = codebooks.flatten(0, 1).index_select(0, at).view_as(Y)
-        if coarse is not None and lists is not None:
-            q = q + coarse[lists]
-        error = Y - q
-        ctx.save_for_backward(x, W, q, error, at, lists)
-        ctx.shapes = codebooks.shape, None if coarse is None else coarse.shape
-        flat = error.view(-1)
-        # q + (Y − Y) in one pass: it is q to the last bit, and NaN where Y is not finite.
-        embedding = torch.add(q, Y, alpha=0) @ R.mT
-        return embedding, torch.dot(flat, flat) / max(len(x), 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor, gd: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of X, W, the codebooks and the centroids."""
-        x, W, q, error, at, lists = ctx.saved_tensors
-        (D, K, w), centroids = ctx.shapes
-        gx = gW = gc = gl = None
-        with torch.autocast(g.device.type, enabled=False):
-            # Of the distortion by Y; by q it is the negative of it.
-            e = error * (gd * (2 / max(len(x), 1)))
-            if ctx.needs_input_grad[0]:
-                gx = torch.addmm(g, e, W)
-            if any(ctx.needs_input_grad[1:4]):
-                h = g @ W.mT
-            if ctx.needs_input_grad[1]:
-                # Both of W's places: φ(Y) W and x Wᵀ.
-                gW = (q.mT @ g).addmm_((h + e).mT, x)
-            if any(ctx.needs_input_grad[2:4]):
-                h = h - e
-            if ctx.needs_input_grad[2]:
-                gc = h.new_zeros(D * K, w).index_add_(0, at, h.view(-1, w)).view(D, K, w)
-            if ctx.needs_input_grad[3]:
-                gl = h.new_zeros(centroids).index_add_(0, lists, h)
-        return gx, gW, gc, gl, None, None, None, None
 
 
 @torch.library.custom_op("givens::nearest", mutates_args=())
