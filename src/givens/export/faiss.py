@@ -85,17 +85,13 @@ def to_faiss(
         core = form(n, D, nbits, metric)
     else:
         form = faiss.IndexIVFPQFastScan if kind.endswith("fastscan") else faiss.IndexIVFPQ
-        lists = faiss.IndexFlat(n, metric)
-        lists.add(q.coarse.cpu().numpy())
-        core = form(lists, n, len(q.coarse), D, nbits, metric)
+        core = form(faiss.IndexFlat(n, metric), n, len(q.coarse), D, nbits, metric)
         core.by_residual = True
-    codebooks = np.full((D, 1 << nbits, q.codebooks.shape[2]), FAR, np.float32)
-    codebooks[:, : q.codewords] = q.codebooks.cpu().numpy()
-    faiss.copy_array_to_vector(codebooks.ravel(), core.pq.centroids)
     core.is_trained = True
-    if q.coarse is not None:
-        core.precompute_table()
-    index: Any = faiss.IndexPreTransform(_linear(q), core)
+    linear = faiss.LinearTransform(n, n, False)
+    linear.is_trained = True
+    index: Any = faiss.IndexPreTransform(linear, core)
+    replace_parts(index, q)
     if q.metric == "cosine":
         index.prepend_transform(faiss.NormalizationTransform(n, 2.0))
     if ids is not None and q.coarse is None:
@@ -211,13 +207,23 @@ def _check_kind(q: Quantizer, kind: str) -> None:
         raise ValueError(f"kind {kind!r} needs 16 codewords, but got {q.codewords}")
 
 
-def _linear(q: Quantizer) -> Any:
-    linear = faiss.LinearTransform(q.dim, q.dim, False)
+def replace_parts(index: Any, q: Quantizer) -> None:
+    """Give an index the rotation, codebooks and centroids of q; its codes stay as they are."""
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexIDMap):
+        index = faiss.downcast_index(index.index)
+    linear: Any = faiss.downcast_VectorTransform(index.chain.at(index.chain.size() - 1))
     faiss.copy_array_to_vector(q.rotation.mT.contiguous().cpu().numpy().ravel(), linear.A)
-    linear.is_trained = True
     # So that Faiss can go back, to reconstruct vectors.
     linear.set_is_orthonormal()
-    return linear
+    core = _core(index)
+    codebooks = np.full((q.subspaces, core.pq.ksub, core.pq.dsub), FAR, np.float32)
+    codebooks[:, : q.codewords] = q.codebooks.cpu().numpy()
+    faiss.copy_array_to_vector(codebooks.ravel(), core.pq.centroids)
+    if q.coarse is not None:
+        core.quantizer.reset()
+        core.quantizer.add(q.coarse.cpu().numpy())
+        core.precompute_table()
 
 
 class Source:
