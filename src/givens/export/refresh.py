@@ -129,7 +129,8 @@ def _checked_core(index: Any, q: Quantizer) -> Any:
     core: Any = faiss.downcast_index(index)
     transforms = 0
     while isinstance(core, faiss.IndexIDMap | faiss.IndexPreTransform):
-        transforms += core.chain.size() if hasattr(core, "chain") else 0
+        chain: Any = getattr(core, "chain", None)
+        transforms += chain.size() if chain else 0
         core = faiss.downcast_index(core.index)
     if type(core) not in (faiss.IndexPQ, faiss.IndexIVFPQ):
         raise ValueError(
