@@ -135,6 +135,32 @@ def from_faiss(index: Any) -> Quantizer:
     return Quantizer(R, codebooks, coarse, metric)
 
 
+def fit_opq(
+    vectors: Any,
+    subspaces: int,
+    codewords: int = 256,
+    coarse: int = 0,
+    *,
+    metric: Metric = "l2",
+) -> Quantizer:
+    """What Faiss's own OPQ and PQ make of vectors, with its defaults: to compare with."""
+    nbits = (codewords - 1).bit_length()
+    if codewords != 1 << nbits:
+        raise ValueError(f"codewords must be a power of two for Faiss, but got {codewords}")
+    x = torch.cat(list(chunks(vectors, BUFFER)))
+    if metric == "cosine":
+        x = torch.nn.functional.normalize(x)
+    n = x.shape[1]
+    lists = f"IVF{coarse}," if coarse else ""
+    by = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
+    index: Any = faiss.index_factory(n, f"OPQ{subspaces}_{n},{lists}PQ{subspaces}x{nbits}", by)
+    # It warns of fewer than 39 vectors for each codeword, which is what there may be.
+    _core(index).pq.cp.min_points_per_centroid = 1
+    index.train(x.numpy())
+    q = from_faiss(index)
+    return Quantizer(q.rotation, q.codebooks, q.coarse, metric)
+
+
 def save_index(index: Any, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
     """Write an index and, beside it in `path.json`, its record: fingerprint, checksum and `about`.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -140,15 +140,9 @@ class Examples:
             row = torch.repeat_interleave(torch.arange(len(who), device=self.device), last - first)
             before = (last - first).cumsum(0) - (last - first)
             at = first[row] + torch.arange(len(row), device=self.device) - before[row]
-            keys.append((row * self.log.catalogue + self.items[at]).unique())
+            keys.append(torch.unique(row * self.log.catalogue + self.items[at]))
         seen, truth = keys
         # What was seen is not recommended, so it is not asked for either.
         truth = truth[~torch.isin(truth, seen)]
         sizes = torch.bincount(truth // self.log.catalogue, minlength=len(who))
         return Held(self.asked(who, middle), seen, truth, sizes)
-
-
-def log_popularity(popularity: Float[Tensor, " items"]) -> Float[Tensor, " items"]:
-    """Log q of the softmax's correction; an item never clicked counts as the rarest."""
-    least = popularity[popularity > 0].min()
-    return popularity.clamp_min(least).log()

@@ -7,6 +7,7 @@ the second half the truth.
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Num
@@ -16,7 +17,7 @@ LEAST_RATING, LEAST_CLICKS = 4, 10
 # Of each kind; a fifth of the users where there are few.
 HELD_OUT = 1000
 # Tastes of a user of the built-in log, how likely each is, and how far around it clicks fall.
-TASTES, SHARES, SPREAD = 3, (0.5, 0.3, 0.2), 0.004
+TASTES, SHARES, SPREAD = 3, (0.5, 0.3, 0.2), 0.002
 # Clicks that follow popularity alone.
 STRAY = 0.15
 # Over its time, the items of a drifting log change their neighbours so many times.
@@ -70,10 +71,10 @@ class Log:
 
 
 def split(
-    user: Num[NDArray[np.generic], " rows"],
-    item: Num[NDArray[np.generic], " rows"],
-    rating: Num[NDArray[np.generic], " rows"] | None = None,
-    time: Num[NDArray[np.generic], " rows"] | None = None,
+    user: Num[NDArray[Any], " rows"],
+    item: Num[NDArray[Any], " rows"],
+    rating: Num[NDArray[Any], " rows"] | None = None,
+    time: Num[NDArray[Any], " rows"] | None = None,
     *,
     name: str = "log",
     held_out: int = HELD_OUT,
@@ -120,7 +121,9 @@ def held(
     users = len(counts)
     out = min(held_out, users // 5)
     if out < 1:
-        raise ValueError(f"{name} must have at least 5 valid users to hold some out, but has {users}")
+        raise ValueError(
+            f"{name} must have at least 5 valid users to hold some out, but has {users}"
+        )
     drawn = np.random.default_rng(seed).permutation(users)
     valid, test, train = (np.sort(part) for part in np.split(drawn, [out, 2 * out]))
     starts = np.concatenate([[0], np.cumsum(counts)])

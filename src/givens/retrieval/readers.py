@@ -10,7 +10,6 @@
 """
 
 import gzip
-import io
 import json
 import warnings
 from pathlib import Path
@@ -176,7 +175,9 @@ def _baskets(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             try:
                 row = np.array(line.split(), np.int64)
             except ValueError as error:
-                raise ValueError(f"{path} must hold numbers alone, but not line {number}") from error
+                raise ValueError(
+                    f"{path} must hold numbers alone, but not line {number}"
+                ) from error
             if len(row) > 1:
                 users.append(np.full(len(row) - 1, row[0]))
                 items.append(row[1:])
@@ -188,8 +189,7 @@ def _baskets(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def _reviews(path: Path) -> Table:
     """Amazon's reviews: a JSON object in each line."""
     texts: list[tuple[Any, ...]] = []
-    opened: Any = gzip.open(path, "rt") if path.suffix == ".gz" else io.open(path)
-    with opened as file:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)

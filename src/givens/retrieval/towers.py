@@ -1,4 +1,4 @@
-"""The two towers: what a user did or says, and an item, as vectors of one space, scored by cosine."""
+"""The two towers: what a user did or says, and an item, as vectors to be scored by cosine."""
 
 import math
 from typing import Literal, get_args
@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from givens.retrieval.batches import Asked
 
@@ -59,11 +59,11 @@ class Towers(nn.Module):
             x = self.pool(asked.history)
         if self.words is not None and asked.words is not None:
             x = x + self.words(asked.words)
-        return F.normalize(self.mix(x), dim=1)
+        return functional.normalize(self.mix(x), dim=1)
 
     def item(self, ids: Int[Tensor, " m"] | None = None) -> Float[Tensor, "m n"]:
         """Unit vectors of items, or of all of them."""
-        return F.normalize(self.items.weight if ids is None else self.items(ids), dim=1)
+        return functional.normalize(self.items.weight if ids is None else self.items(ids), dim=1)
 
 
 class History(nn.Module):
@@ -96,10 +96,12 @@ class History(nn.Module):
         # A row without any history is a softmax over nothing.
         weight = weight.masked_fill(~here[:, None], 0.0)
         if heads == 1:
-            return F.embedding_bag(ids, E, mode="sum", per_sample_weights=weight[:, 0])
+            return functional.embedding_bag(ids, E, mode="sum", per_sample_weights=weight[:, 0])
         parts = E.view(len(E), heads, -1)
         pooled = [
-            F.embedding_bag(ids, parts[:, head], mode="sum", per_sample_weights=weight[:, head])
+            functional.embedding_bag(
+                ids, parts[:, head], mode="sum", per_sample_weights=weight[:, head]
+            )
             for head in range(heads)
         ]
         return torch.cat(pooled, 1)
@@ -119,4 +121,5 @@ class Mix(nn.Module):
     def forward(self, x: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
         """Mixed, around x itself."""
         x = self.norm(x)
-        return x + self.narrow(F.gelu(self.wide(x)))
+        mixed: Tensor = x + self.narrow(functional.gelu(self.wide(x)))
+        return mixed
