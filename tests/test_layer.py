@@ -138,6 +138,13 @@ def test_the_quantizer_is_a_copy():
     assert q.fingerprint == before
 
 
+def test_embeddings_with_a_gradient_are_encoded_and_exported():
+    layer, x = make(), data().requires_grad_()
+    q = layer.quantizer
+    assert torch.equal(q.encode(x).fine, q.encode(x.detach()).fine)
+    assert to_faiss(q, x).ntotal == N
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_it_computes_in_float32(dtype):
     layer, x = make(3), data(32)

@@ -81,7 +81,8 @@ def chunks(x: Any, rows: int, device: torch.device | str = "cpu") -> Iterator[Te
         if not isinstance(part, Tensor):
             # A copy: the slice of a memory-mapped file cannot be written to, and torch wants that.
             part = torch.from_numpy(np.array(part, dtype=np.float32))
-        yield part.to(device, torch.float32)
+        # What comes of vectors here is data: an embedding's weight brings no gradient along.
+        yield part.detach().to(device, torch.float32)
         drop_pages(x)
 
 
