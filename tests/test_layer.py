@@ -258,8 +258,9 @@ def test_dead_codewords_come_back(update):
     assert (layer.perplexity <= K / 2 + 0.01).all()
     alive = layer.codebooks[~layer.dead].clone()
     kept = ~layer.dead
-    spoilt = torch.cat([torch.full((1, n), torch.nan), x])
-    assert int(layer.revive(spoilt)) == D * K // 2
+    spoilt = torch.cat([torch.tensor([[torch.nan], [torch.inf]]).expand(2, n), x])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert int(layer.revive(spoilt)) == D * K // 2
     assert not layer.dead.any()
     # The others stay, and every new one is a sub-vector of the sample that erred.
     assert torch.equal(layer.codebooks[kept], alive)
@@ -341,6 +342,7 @@ BAD = [
     (lambda: make(30).warm_start(data(20)), "as many vectors as coarse, but got 20 for coarse=30"),
     (lambda: make().warm_start(sample_with(torch.inf)), "sample must be finite, but row 7 has NaN"),
     (lambda: make().warm_start(data(), method="svd"), "method must be one of 'pq', 'opq'"),
+    (lambda: make().revive(data(0)), "sample must have at least one vector, but got 0"),
     (lambda: make().start_from(make(3).quantizer), "q must have codebooks and coarse of shapes"),
 ]
 

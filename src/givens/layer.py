@@ -151,7 +151,8 @@ class IndexLayer(nn.Module):
         self._check_finite("sample", sample)
         how: Any = {"method": method, "metric": self.metric, "init": init, "seed": seed}
         how |= {"iterations": iterations, "sample": None, "device": self.codebooks.device}
-        self.start_from(fit(sample.detach().float(), D, K, L, **how))
+        with torch.autocast(self.codebooks.device.type, enabled=False):
+            self.start_from(fit(sample.detach().float(), D, K, L, **how))
 
     @torch.no_grad()
     def start_from(self, q: Quantizer) -> None:
@@ -193,7 +194,7 @@ class IndexLayer(nn.Module):
         return Quantizer(rotation, self.codebooks.detach().clone(), coarse, self.metric)
 
     def index_parameters(self) -> list[nn.Parameter]:
-        """What an ordinary optimizer trains: codebooks and centroids, but R, which is for GCD."""
+        """What an ordinary optimizer trains: codebooks and centroids, not R, which is GCD's."""
         parts = [self.codebooks, self.coarse]
         return [part for part in parts if part is not None and part.requires_grad]
 
@@ -218,15 +219,18 @@ class IndexLayer(nn.Module):
         """
         self._check_vectors("sample", sample)
         self._check_warm()
-        R = self.rotation.matrix.contiguous()
-        _, at, residual = self._encoded(self._entered(sample) @ R)
+        if len(sample) == 0:
+            raise ValueError("sample must have at least one vector, but got 0")
+        with torch.autocast(sample.device.type, enabled=False):
+            Y = self._entered(sample) @ self.rotation.matrix.contiguous()
+            _, at, residual = self._encoded(Y)
         D, K, w = self.codebooks.shape
         parts = residual.view(-1, D, w)
         errors = (parts - self.codebooks.flatten(0, 1)[at].view_as(parts)).square().sum(2)
         generator = torch.Generator(sample.device).manual_seed(seed)
-        # The first of exponential clocks, each as fast as its error is large; none where it is NaN.
+        # The first of exponential clocks, each as fast as its error is large; NaN's stands still.
         clocks = torch.empty_like(errors).exponential_(generator=generator)
-        speeds, drawn = (errors / clocks).nan_to_num(0).mT.topk(min(len(parts), K))
+        speeds, drawn = (errors / clocks).nan_to_num(0, 0, 0).mT.topk(min(len(parts), K))
         rank = self.dead.cumsum(1) - 1
         inside = rank.clamp(0, drawn.shape[1] - 1)
         moved = self.dead & (rank == inside) & (speeds.gather(1, inside) > 0)
