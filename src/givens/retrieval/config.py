@@ -138,9 +138,9 @@ def suited(log: Log, *, small: bool = False, **options: Any) -> Config:
     """
     chosen: dict[str, Any] = {}
     if small:
-        chosen |= {"dim": 64, "subspaces": 8, "batch": 512, "warmup": 500, "steps": 500}
-        chosen |= {"history": 50, "lr": 4e-3}
-    if log.catalogue > MOST_ITEMS:
+        chosen |= {"dim": 64, "subspaces": 8, "history": 50, "warmup": 600, "steps": 600}
+        chosen |= {"negatives": 512, "lr": 1e-2, "temperature": 0.1}
+    elif log.catalogue > MOST_ITEMS:
         chosen |= {"negatives": SHARED}
     chosen |= {name: value for name, value in options.items() if value is not None}
     return Config(**chosen)

@@ -17,9 +17,9 @@ LEAST_RATING, LEAST_CLICKS = 4, 10
 # Of each kind; a fifth of the users where there are few.
 HELD_OUT = 1000
 # Tastes of a user of the built-in log, how likely each is, and how far around it clicks fall.
-TASTES, SHARES, SPREAD = 3, (0.5, 0.3, 0.2), 0.002
+TASTES, SHARES, SPREAD = 3, (0.5, 0.3, 0.2), 0.005
 # Clicks that follow popularity alone.
-STRAY = 0.15
+STRAY = 0.1
 # Over its time, the items of a drifting log change their neighbours so many times.
 EPOCHS = 16
 # Words that name the stretches of the ring in a query, and how often one is wrong.
@@ -31,7 +31,7 @@ class Log:
     """Clicks by user, each user's in order of time."""
 
     name: str
-    starts: Int[NDArray[np.int64], " users+1"]
+    starts: Int[NDArray[np.int64], " starts"]
     """Where each user's clicks begin; the last number is the number of clicks."""
     items: Int[NDArray[np.int32], " clicks"]
     times: Float[NDArray[np.float32], " clicks"]
@@ -147,7 +147,7 @@ def click_log(
     items: int = 10_000,
     clicks: int = 600_000,
     *,
-    drift: float = 0.02,
+    drift: float = 0.002,
     words: bool = False,
     seed: int = 0,
 ) -> Log:

@@ -136,11 +136,11 @@ def _numbers(path: Path, between: str | None, *, skip: int = 0) -> NDArray[np.fl
             slab += file.readline()
             text = slab.replace(between, " ") if between else slab
             with warnings.catch_warnings():
-                # numpy stops at what is no number, and only warns of it.
+                # Before numpy 2.3 it only warns of what is no number, and stops there.
                 warnings.simplefilter("error", DeprecationWarning)
                 try:
                     parts.append(np.fromstring(text, sep=" "))
-                except DeprecationWarning as error:
+                except (DeprecationWarning, ValueError) as error:
                     raise ValueError(f"{path} must hold numbers alone, but does not") from error
     return np.concatenate(parts)
 
