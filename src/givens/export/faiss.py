@@ -154,8 +154,11 @@ def fit_opq(
     lists = f"IVF{coarse}," if coarse else ""
     by = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
     index: Any = faiss.index_factory(n, f"OPQ{subspaces}_{n},{lists}PQ{subspaces}x{nbits}", by)
-    # It warns of fewer than 39 vectors for each codeword, which is what there may be.
-    _core(index).pq.cp.min_points_per_centroid = 1
+    rotation: Any = faiss.downcast_VectorTransform(index.chain.at(0))
+    rotation.pq = alternated = faiss.ProductQuantizer(n, subspaces, nbits)
+    # They warn of fewer than 39 vectors for each codeword, which is what there may be.
+    for pq in (alternated, _core(index).pq):
+        pq.cp.min_points_per_centroid = 1
     index.train(x.numpy())
     q = from_faiss(index)
     return Quantizer(q.rotation, q.codebooks, q.coarse, metric)

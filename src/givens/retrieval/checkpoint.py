@@ -70,11 +70,16 @@ def load(run: Run, path: Path) -> None:
 
 def save_towers(run: Run, path: Path) -> None:
     """Write the towers and what they were made with."""
-    parts = {name: part for name, part in run.parts().items() if name.startswith("towers.")}
     about = {"config": dataclasses.asdict(run.config), "log": run.log.fingerprint}
-    files.save(path, TOWERS, parts, about)
+    save_parts(run.parts(), path, about)
+
+
+def save_parts(parts: dict[str, Tensor], path: Path, about: dict[str, Any] | None = None) -> None:
+    """Write the towers among parts."""
+    towers = {name: part for name, part in parts.items() if name.startswith("towers.")}
+    files.save(path, TOWERS, towers, about or {})
 
 
 def load_towers(path: Path) -> dict[str, Tensor]:
-    """The parts that `save_towers` wrote."""
+    """The parts that `save_towers` or `save_parts` wrote."""
     return files.load(path, TOWERS).tensors

@@ -22,7 +22,7 @@ Start = Literal["opq", "identity", "random"]
 Loss = Literal["softmax", "hinge"]
 
 # A softmax over more items than this draws some of them.
-MOST_ITEMS, SHARED = 20_000, 4096
+MOST_ITEMS, SHARED = 50_000, 4096
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ TASTES, SHARES, SPREAD = 3, (0.5, 0.3, 0.2), 0.005
 STRAY = 0.1
 # Over its time, the items of a drifting log change their neighbours so many times.
 EPOCHS = 16
-# Words that name the stretches of the ring in a query, and how often one is wrong.
-WORDS, WRONG = 2000, 0.1
+# How often a word of a query is a wrong one.
+WRONG = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +148,7 @@ def click_log(
     clicks: int = 600_000,
     *,
     drift: float = 0.002,
-    words: bool = False,
+    words: int = 0,
     seed: int = 0,
 ) -> Log:
     """A log made up of taste, popularity and drift.
@@ -162,7 +162,8 @@ def click_log(
         items: in the catalogue, popular by a power law.
         clicks: of all users.
         drift: how far along the ring items wander over the log's time, as part of the ring.
-        words: whether users say what they look for, as in search.
+        words: that users have to say what they look for, as in search, each for a stretch of the
+            ring; 0 for none.
         seed: of everything.
     """
     for name, number, least in (("users", users, 10), ("items", items, 2)):
@@ -188,11 +189,12 @@ def click_log(
     clicked = _on_ring(at % 1, times, items, drift, rng)
     said = None
     if words:
-        said = (tastes * WORDS).astype(np.int32)
+        said = (tastes * words).astype(np.int32)
         wrong = rng.random(said.shape) < WRONG
-        said[wrong] = rng.integers(0, WORDS, int(wrong.sum()))
-    name = "the built-in log"
-    return held(name, counts, clicked, times.astype(np.float32), said, catalogue=items, seed=seed)
+        said[wrong] = rng.integers(0, words, int(wrong.sum()))
+    return held(
+        "built-in", counts, clicked, times.astype(np.float32), said, catalogue=items, seed=seed
+    )
 
 
 def _on_ring(

@@ -62,7 +62,7 @@ def train(
         config: how.
         folder: where checkpoints, metrics and results go; none for no files.
         resume: whether to go on from the folder's checkpoint, if it has one.
-        towers: that had their warm-up already, from `load_towers`: only the rest is done.
+        towers: from `warm_up` or `load_towers`, to go on from instead of the first phase.
         device: where to work.
         tell: is told of every look at the validation users.
     """
@@ -94,6 +94,18 @@ def train(
         save_index(index, folder / "index.faiss", {"log": str(log), "step": run.best.step})
         files.write_json(folder / "results.json", results)
     return Trained(run.towers, quantizer, run.rows, results)
+
+
+def warm_up(
+    log: Log, config: Config, *, device: torch.device | str = "cpu", tell: Tell = lambda row: None
+) -> dict[str, Tensor]:
+    """The first phase alone: its best towers, for runs that are to share them."""
+    run = Run(log, config, device)
+    while run.step < config.warmup:
+        run.advance()
+        if run.step % config.every == 0 or run.step == config.warmup:
+            tell(run.look())
+    return {name: part for name, part in run.best.parts.items() if name.startswith("towers.")}
 
 
 @torch.no_grad()
