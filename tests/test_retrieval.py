@@ -88,6 +88,8 @@ def test_every_layout_gives_the_same_log(tmp_path, layout):
         assert [names[item] for item in found] == [i for _, i in mine]
     assert len(log.valid) == len(log.test) == 2
     assert sorted([*log.train, *log.valid, *log.test]) == list(range(10))
+    trained = {item for user in log.train for item in log.items[log.starts[user] :][:11]}
+    assert log.unseen == log.catalogue - len(trained)
 
 
 def test_protocol_by_hand():

@@ -28,6 +28,7 @@ SMALL = Config(
     history=20,
     batch=128,
     lr=1e-2,
+    joint_lr=1e-2,
     temperature=0.1,
     warmup=60,
     steps=40,

@@ -41,7 +41,10 @@ def train(
     negatives: Annotated[
         int | None, typer.Option(help="Drawn items a batch shares; all items where they are few.")
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="Rate of towers and codebooks.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Rate of the towers without the index.")] = None,
+    joint_lr: Annotated[
+        float | None, typer.Option(help="Rate of towers and codebooks with the index.")
+    ] = None,
     angle: Annotated[float | None, typer.Option(help="How far R turns in a step, about.")] = None,
     weight: Annotated[float | None, typer.Option(help="Of the distortion in the loss.")] = None,
     every: Annotated[int, typer.Option(help="Steps between looks at validation users.")] = 100,
@@ -67,7 +70,7 @@ def train(
     place = out.check_device(device)
     if (output / "checkpoint.safetensors").exists() and not resume:
         raise ValueError(f"{output} holds a run; go on with --resume, or choose another folder")
-    log = click_log(seed=seed) if data is None else read(data)
+    log = click_log() if data is None else read(data)
     config = suited(
         log,
         small=data is None,
@@ -86,6 +89,7 @@ def train(
         loss=loss,
         negatives=negatives,
         lr=lr,
+        joint_lr=joint_lr,
         angle=angle,
         weight=weight,
         every=every,

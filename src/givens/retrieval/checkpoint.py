@@ -49,9 +49,8 @@ def load(run: Run, path: Path) -> None:
     if about["log"] != run.log.fingerprint:
         raise ValueError(f"{path} was made from another log than {run.log.name}")
     run.step, run.rows = about["step"], about["rows"]
-    if about["joint"]:
-        # R is parametrized then, where the method does that.
-        run.optimizers = run.learners(joint=True)
+    # With the index, R may be parametrized: before its parts are put in.
+    run.optimizers = run.learners(joint=about["joint"])
     run.put(tensors)
     run.turned_from = run.layer.rotation.matrix.detach().clone()
     best = {

@@ -53,7 +53,9 @@ class Config:
     """Drawn alike, and shared by a batch beside its targets; None for all items."""
     batch: int = 1024
     lr: float = 1e-3
-    """Of the towers and codebooks, by Adam; it falls to 0 by a cosine in each phase."""
+    """Of the towers, by Adam; it falls to 0 by a cosine in each phase."""
+    joint_lr: float = 3e-4
+    """Of towers and codebooks with the index."""
     angle: float = 1e-2
     """About how far R turns an axis in a step, in radians; falls likewise."""
     weight: float = 1.0
@@ -104,7 +106,7 @@ class Config:
         ):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, but got {getattr(self, name)}")
-        for name in ("lr", "temperature"):
+        for name in ("lr", "joint_lr", "temperature"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, but got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
@@ -139,9 +141,10 @@ def suited(log: Log, *, small: bool = False, **options: Any) -> Config:
     chosen: dict[str, Any] = {}
     if small:
         chosen |= {"dim": 64, "subspaces": 8, "history": 50, "warmup": 600, "steps": 600}
-        chosen |= {"negatives": 512, "lr": 1e-2, "temperature": 0.1}
+        chosen |= {"negatives": 512, "lr": 1e-2, "joint_lr": 1e-2, "temperature": 0.1}
     elif log.catalogue > MOST_ITEMS:
-        chosen |= {"negatives": SHARED}
+        chosen |= {"negatives": SHARED, "batch": 8192, "warmup": 3000, "steps": 2000}
+        chosen |= {"lr": 3e-3, "joint_lr": 1e-3, "every": 500}
     chosen |= {name: value for name, value in options.items() if value is not None}
     return Config(**chosen)
 

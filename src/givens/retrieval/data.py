@@ -55,6 +55,14 @@ class Log:
         return 0 if self.words is None else int(self.words.max()) + 1
 
     @property
+    def unseen(self) -> int:
+        """How many items no training user has clicked: nothing can be learned of them."""
+        trained = np.zeros(self.users, bool)
+        trained[self.train] = True
+        clicked = self.items[np.repeat(trained, np.diff(self.starts))]
+        return self.catalogue - len(np.unique(clicked))
+
+    @property
     def fingerprint(self) -> str:
         """By which a checkpoint knows its log."""
         digest = hashlib.sha256(f"{self.catalogue}".encode())
@@ -66,7 +74,7 @@ class Log:
         return (
             f"{self.name}: {len(self.items):,} clicks of {self.users:,} users on "
             f"{self.catalogue:,} items; {len(self.valid):,} users held out for validation, "
-            f"{len(self.test):,} for the test"
+            f"{len(self.test):,} for the test; {self.unseen:,} items seen by none but them"
         )
 
 

@@ -98,11 +98,12 @@ class Run:
         c = self.config
         self.towers.items.weight.requires_grad_(not (joint and c.fixed_items))
         learned = [part for part in self.towers.parameters() if part.requires_grad]
-        fused = self.device.type == "cuda"
+        fused, second = self.device.type == "cuda", self.step >= c.warmup
+        lr = c.joint_lr if second else c.lr
         if not joint:
-            return [Adam(learned, c.lr, fused=fused)]
+            return [Adam(learned, lr, fused=fused)]
         learned += self.layer.index_parameters()
-        return [Adam(learned, c.lr, fused=fused), rotation_learner(self.layer, c)]
+        return [Adam(learned, lr, fused=fused), rotation_learner(self.layer, c)]
 
     def adopt(self, towers: dict[str, Tensor]) -> None:
         """Skip the warm-up: go on from towers that had it already."""
