@@ -25,26 +25,32 @@ def run(runs: Runs, log: Log, configs: list[Config]) -> Rows:
 
 
 def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
-    """A line for each method, the mean over seeds and their spread."""
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.6))
+    """The distortion of each method, and how far it is from the baseline's of the same seed."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.4))
+    base = {row["seed"]: row["distortion"] for row in of(rows, method="frozen")}
     for method in CURVES:
         mine = of(rows, method=method)
-        curves = list(zip(*(row["distortion"] for row in mine), strict=True))
-        mean = [statistics.mean(values) for values in curves]
-        steps = mine[0]["steps"]
+        away = [
+            [100 * (d / b - 1) for d, b in zip(row["distortion"], base[row["seed"]], strict=True)]
+            for row in mine
+        ]
         style = {"frozen": "k--"}.get(method, "-" if method.startswith("gcd") else ":")
-        axes.plot(steps, mean, style, label=NAMES[method])
-        if len(mine) > 1:
-            low, high = ([f(values) for values in curves] for f in (min, max))
-            axes.fill_between(steps, low, high, alpha=0.12)
+        for axes, curves in zip(panels, ([row["distortion"] for row in mine], away), strict=True):
+            looks = list(zip(*curves, strict=True))
+            mean = [statistics.mean(values) for values in looks]
+            axes.plot(mine[0]["steps"], mean, style, label=NAMES[method])
+            low, high = ([f(values) for values in looks] for f in (min, max))
+            axes.fill_between(mine[0]["steps"], low, high, alpha=0.1)
     about = rows[0]
     title = f"{about['name']}, n = {about['config']['dim']}, {about['bytes']} bytes"
-    axes.set(xlabel="joint step", ylabel="distortion of unit vectors", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    panels[0].set(xlabel="joint step", ylabel="distortion of unit vectors", title=title)
+    panels[1].set(xlabel="joint step", ylabel="%", title="against the baseline of the same seed")
+    for axes in panels:
+        axes.grid(alpha=0.3)
+    panels[0].legend(frameon=False, fontsize=8)
     told = claims(rows)
-    figure.set_figheight(4.6 + 0.16 * len(told))
-    figure.tight_layout(rect=(0, 0.16 * len(told) / figure.get_figheight(), 1, 1))
+    figure.set_figheight(4.4 + 0.15 * len(told))
+    figure.tight_layout(rect=(0, 0.15 * len(told) / figure.get_figheight(), 1, 1))
     figure.text(0.01, 0.01, "\n".join(told), fontsize=6.5, va="bottom")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
