@@ -76,9 +76,8 @@ def train(
         while run.step < config.total:
             if run.step == config.warmup:
                 run.begin_joint()
-                if run.joint:
-                    show(run.look())
-                    tell(run.rows[-1])
+                show(run.look())
+                tell(run.rows[-1])
             run.advance()
             if run.step % config.every == 0 or run.step in (config.warmup, config.total):
                 show(run.look())
