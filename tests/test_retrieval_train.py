@@ -214,3 +214,22 @@ def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(log, tmp_
     assert files.read_header(tmp_path / "checkpoint.safetensors").metadata["step"] == 40
     done = train(log, SMALL, tmp_path, resume=True)
     assert done.rows == train(log, SMALL).rows
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("method", get_args(Method))
+def test_on_a_gpu(log, tmp_path, method):
+    """The same there, stopped and resumed; sums are added up in another order each time."""
+    config = changed(method=method, dim=32, subspaces=8, negatives=100)
+
+    def stop(row):
+        if row["step"] == 80:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(log, config, tmp_path, device="cuda", tell=stop)
+    done = train(log, config, tmp_path, resume=True, device="cuda")
+    here = train(log, config)
+    assert [row["step"] for row in done.rows] == [row["step"] for row in here.rows]
+    assert done.results["agreement"] < 1e-5
+    assert done.results["distortion"] == pytest.approx(here.results["distortion"], rel=0.2)
