@@ -81,7 +81,7 @@ def folder(tmp_path):
 
 def test_version_and_help():
     assert CliRunner().invoke(app, ["--version"]).output.strip() == f"givens {givens.__version__}"
-    for command in ("fit", "build", "search", "evaluate", "inspect", "demo"):
+    for command in ("fit", "build", "search", "evaluate", "train", "inspect", "demo"):
         assert f"Example: givens {command}" in invoke(command, "--help")
 
 
@@ -406,3 +406,64 @@ def test_fit_goes_on_where_it_was_stopped(folder, monkeypatch):
     assert not list(folder.glob("*.part"))
     whole, part = (givens.load(f"{name}.safetensors") for name in ("whole", "part"))
     assert whole.fingerprint == part.fingerprint
+
+
+TRAIN = "--warmup 20 --steps 20 --every 10 --dim 16 --subspaces 4 --codewords 16 --batch 32"
+
+
+@pytest.fixture
+def clicks(tmp_path):
+    rng = np.random.default_rng(0)
+    items = (rng.integers(0, 60, (100, 1)) + rng.integers(0, 10, (100, 20))) % 60
+    lines = [f"{user} {item}\n" for user in range(100) for item in items[user]]
+    (tmp_path / "clicks.txt").write_text("".join(lines))
+    return tmp_path
+
+
+def test_train_leaves_a_run_that_other_commands_read(clicks, monkeypatch):
+    monkeypatch.chdir(clicks)
+    told = invoke("train", "-o", "run", "--data", "clicks.txt", *TRAIN.split(), "--coarse", 4)
+    assert "clicks.txt: 2,000 clicks of 100 users on 60 items; 20 users held out" in told
+    assert "index, 4 bytes: precision@10" in told
+    assert "Next: givens inspect run/quantizer.safetensors" in told
+    assert {"config.json", "metrics.jsonl", "results.json", "index.faiss", "index.faiss.json"} < {
+        *names(clicks / "run")
+    }
+    config = json.loads((clicks / "run" / "config.json").read_text())
+    assert config["configuration"]["method"] == "gcd-greedy"
+    assert config["configuration"]["data"] == "clicks.txt"
+    assert config["seed"] == 0
+    assert {"torch", "givens"} <= set(config["versions"])
+    rows = [
+        json.loads(line) for line in (clicks / "run" / "metrics.jsonl").read_text().split("\n")[:-1]
+    ]
+    assert [row["step"] for row in rows] == [10, 20, 20, 30, 40]
+    assert {"loss", "distortion", "recall", "orthogonality", "perplexity", "dead", "angle"} < {
+        *rows[-1]
+    }
+    assert "16" in invoke("inspect", "run/quantizer.safetensors")
+    np.save("queries.npy", np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32))
+    assert "among 60 vectors" in invoke("search", "run/index.faiss", "queries.npy", "-k", 5)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--data missing", "there is no log missing"),
+        ("--method svd", "method must be one of 'frozen', 'cayley', 'expm', 'penalty'"),
+        ("--codewords 100", "clicks.txt must have at least as many items as codewords, but has 60"),
+        ("--dim 18", "dim must be divisible by"),
+        ("--pool max", "pool must be one of 'mean', 'attention'"),
+        ("--lr 1e38", "the loss is not finite at step"),
+        ("--lr 0", "lr must be positive"),
+        ("--device tpu", "--device must be cpu or cuda"),
+    ],
+)
+def test_train_bad_input_is_one_line(clicks, monkeypatch, options, message):
+    monkeypatch.chdir(clicks)
+    arguments = ["train", "-o", "run", "--data", "clicks.txt", *TRAIN.split(), *options.split()]
+    done = main_in_process(arguments)
+    assert done.code == 1
+    assert message in done.error
+    assert len(done.error.splitlines()) == 1

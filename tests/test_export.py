@@ -9,7 +9,7 @@ import torch
 
 import givens
 from givens import files
-from givens.export.faiss import from_faiss, inverted, load_index, save_index, to_faiss
+from givens.export.faiss import fit_opq, from_faiss, inverted, load_index, save_index, to_faiss
 from givens.quantizer import Quantizer
 from givens.vectors import read
 
@@ -306,3 +306,17 @@ def test_without_faiss_it_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "givens.export.faiss")
     with pytest.raises(ImportError, match=r"pip install 'givens\[faiss\]'"):
         import givens.export.faiss  # noqa: F401
+
+
+@pytest.mark.parametrize("metric", ["l2", "cosine"])
+def test_opq_by_faiss_is_its_own(metric, capfd):
+    x = torch.randn(300, 8) * torch.linspace(2, 0.2, 8)
+    q = fit_opq(x, 4, 16, metric=metric)
+    assert q.metric == metric
+    assert q.codebooks.shape == (4, 16, 2)
+    # Far better than nothing, and without a word on stderr.
+    seen = torch.nn.functional.normalize(x) if metric == "cosine" else x
+    assert q.distortion(x) < 0.3 * float(seen.square().sum(1).mean())
+    assert not capfd.readouterr().err
+    with pytest.raises(ValueError, match="power of two"):
+        fit_opq(x, 4, 15)

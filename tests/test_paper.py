@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from givens.cli import app
-from givens.paper import fig2, fig4, rows
+from givens.paper import fig2, fig4, joint, rows, table1
 
 
 def test_fig4_measures_checks_and_draws(tmp_path):
@@ -113,6 +113,66 @@ def test_fig2_without_vectors(tmp_path):
     run = CliRunner().invoke(app, ["paper", "fig2b", "--data", str(tmp_path), "-o", str(tmp_path)])
     assert run.exit_code != 0
     assert "has no base vectors" in str(run.exception)
+
+
+def test_fig3_and_table1_share_their_runs(tmp_path, monkeypatch):
+    """A smoke run of both: methods of a seed from one warm-up, rows kept, the table from rows."""
+    monkeypatch.setattr(joint, "SMOKE", {"users": 200, "items": 150, "clicks": 4000})
+    args = ["--smoke", "-o", str(tmp_path), "--steps", "4", "--warmup", "10"]
+    run = CliRunner().invoke(app, ["paper", "fig3", *args])
+    assert run.exit_code == 0, run.exception or run.output
+    path = tmp_path / "joint-built-in.json"
+    first = rows.read(path)
+    assert {row["method"] for row in first} == set(joint.METHODS) - {"post-hoc"}
+    assert len({row["warm_up"] for row in first}) == 1
+    assert np.ptp([row["distortion"][0] for row in first]) < 1e-6
+    assert {tuple(row["steps"]) for row in first} == {(0, 4)}
+    assert (tmp_path / "fig3-built-in.png").stat().st_size > 10_000
+    assert "GCD-G ends below frozen (the baseline): not shown" in run.output
+    run = CliRunner().invoke(app, ["paper", "table1", *args])
+    assert run.exit_code == 0, run.exception or run.output
+    both = rows.read(path)
+    assert both[: len(first)] == first
+    assert {(row["method"], row["seed"]) for row in both} == {
+        (method, seed) for method in joint.METHODS for seed in (0, 1)
+    }
+    table = (tmp_path / "table1-built-in.md").read_text()
+    mine = [row["results"]["index"]["recall@100"] for row in both if row["method"] == "gcd-greedy"]
+    line = next(line for line in table.splitlines() if line.startswith("| GCD-G"))
+    assert f"{100 * np.mean(mine):.2f} ± {100 * np.std(mine, ddof=1):.2f}" in line
+    assert "2.43, 51.37" in line
+    # The warm-ups are gone, and nothing is run again.
+    assert not list(tmp_path.glob("warm-up-*"))
+    monkeypatch.setattr(joint, "train", None)
+    monkeypatch.setattr(joint, "warm_up", None)
+    assert CliRunner().invoke(app, ["paper", "table1", *args]).exit_code == 0
+
+
+def test_when_has_every_case(tmp_path, monkeypatch):
+    monkeypatch.setattr("givens.paper.when.SMOKE", {"users": 200, "items": 150, "clicks": 4000})
+    args = ["paper", "when", "--smoke", "-o", str(tmp_path), "--steps", "2", "--warmup", "4"]
+    run = CliRunner().invoke(app, args)
+    assert run.exit_code == 0, run.exception or run.output
+    measured = rows.read(tmp_path / "when.json")
+    cases = {(row["kind"], row["fixed"], row["start"], row["method"]) for row in measured}
+    assert len(cases) == 3 * 2 * 2 * 2
+    assert len(measured) == 2 * len(cases)
+    assert {row["config"]["stream"] for row in measured if row["kind"] == "drifting"} == {True}
+    # Where items are fixed, their distortion is that of the warm-up's items; starts differ.
+    assert "stationary, item tower fixed, from random: distortion" in run.output
+    assert (tmp_path / "when.png").stat().st_size > 10_000
+
+
+def test_p_values_and_verdicts():
+    base = [{"final_distortion": value} for value in (0.50, 0.51, 0.49)]
+    less = [{"final_distortion": value} for value in (0.40, 0.41, 0.39)]
+    # F = (0.1² · 3/2) / 0.01², with 1 and 4 degrees of freedom.
+    assert joint.p_value([0.50, 0.51, 0.49], [0.40, 0.41, 0.39]) == pytest.approx(2.55e-4, rel=0.01)
+    assert joint.verdict(less, base, joint.distortion, lower=True).startswith("holds (-20.00 %")
+    assert joint.verdict(base, less, joint.distortion, lower=True).startswith("does not hold")
+    assert joint.verdict(less[:1], base[:1], joint.distortion, lower=True).startswith("not shown")
+    assert np.isnan(joint.p_value([1.0, 1.0], [1.0, 1.0]))
+    assert table1.PAPER["MovieLens"]["gcd-steepest"] == (7.94, 36.35)
 
 
 def test_rows_that_are_none(tmp_path):

@@ -2,6 +2,7 @@
 
 from givens import baselines, kernels, pairing
 from givens.fixed import fit
+from givens.layer import IndexLayer
 from givens.optim import GCD
 from givens.pairing import greedy_pairs, random_pairs, steepest_pairs
 from givens.quantizer import Codes, Quantizer, load
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GCD",
     "Codes",
+    "IndexLayer",
     "Quantizer",
     "Rotation",
     "baselines",

@@ -52,9 +52,12 @@ def nearest(
             f"{tuple(codebooks.shape)}, but got {tuple(Y.shape)}"
         )
     Y, C = Y.detach().reshape(len(Y), D * w), codebooks.detach().float()
-    codes = torch.empty(len(Y), D, dtype=torch.uint8 if K <= 256 else torch.int64, device=Y.device)
+    dtype = torch.uint8 if K <= 256 else torch.int64
+    if 0 < len(Y) <= SLICE // (D * w):
+        return assign(Y.float(), C)[0].to(dtype)
+    codes = torch.empty(len(Y), D, dtype=dtype, device=Y.device)
     for rows in slices(len(Y), SLICE // (D * w)):
-        codes[rows] = assign(Y[rows].float(), C)[0].to(codes.dtype)
+        codes[rows] = assign(Y[rows].float(), C)[0].to(dtype)
     return codes
 
 

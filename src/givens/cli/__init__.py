@@ -13,6 +13,7 @@ from givens.cli.fit import fit
 from givens.cli.inspect import inspect
 from givens.cli.paper import app as paper
 from givens.cli.search import search
+from givens.cli.train import train
 
 app = typer.Typer(
     name="givens",
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (fit, build, search, evaluate, inspect, demo):
+for command in (fit, build, search, evaluate, train, inspect, demo):
     app.command()(command)
 app.add_typer(paper)
 

@@ -1,10 +1,12 @@
 """`givens paper`: the figures and tables of the paper, one command each."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from givens import files
 from givens.cli import output as out
 
 app = typer.Typer(
@@ -17,6 +19,10 @@ Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Data = Annotated[Path, typer.Option(help="Folder of the base vectors, as SIFT1M's.")]
 Iterations = Annotated[int, typer.Option(help="Iterations of each run.")]
 Smoke = Annotated[bool, typer.Option(help="A small run, to see that it works.")]
+
+# A joint run that only shows that it works.
+SMALL = {"dim": 16, "subspaces": 4, "codewords": 16, "batch": 128, "warmup": 20, "steps": 20}
+SMALL |= {"every": 10, "iterations": 5}
 
 
 @app.command()
@@ -127,11 +133,140 @@ def _fig2(part: str, data: Path, output: Path, device: str, iterations: int, smo
     typer.echo(f"{picture}: look at it; the rows are in {rows}, and a rerun goes on from them")
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+Log = Annotated[
+    Path | None, typer.Option("--data", help="Folder or file of a log; the built-in one if none.")
+]
+Seeds = Annotated[int | None, typer.Option(help="Runs of each method.")]
+Steps = Annotated[int | None, typer.Option(help="Steps with the index.")]
+Warmup = Annotated[int | None, typer.Option(help="Steps without it.")]
+
+
+@app.command()
+def fig3(
+    output: Output, data: Log = None, device: Device = "cpu", seeds: Seeds = None,
+    warmup: Warmup = None, steps: Steps = None, smoke: Smoke = False,
+) -> None:  # fmt: skip
+    """Draw the distortion of a trained index against the step, for every method.
+
+    Example: givens paper fig3 --data ml-1m -o results --device cuda
+    """
+    from givens.paper import fig3
+    from givens.paper.joint import Runs, log_for, slug
+
+    pyplot = out.pyplot()
+    log = log_for(data, smoke=smoke)
+    configs = _configs(log, (16,), seeds or 1, smoke, warmup=warmup, steps=steps)
+    output.mkdir(parents=True, exist_ok=True)
+    place = out.check_device(device).type
+    with out.progress("runs") as bar:
+        bar.start(len(configs) * (len(fig3.CURVES) + 1))
+        runs = Runs(output / f"joint-{slug(log.name)}.json", place, _teller(bar))
+        rows = fig3.run(runs, log, configs)
+    picture = output / f"fig3-{slug(log.name)}.png"
+    for line in fig3.plot(pyplot, rows, picture):
+        typer.echo(line)
+    typer.echo(f"{picture}: look at it; the rows are in {runs.path}, and a rerun goes on from them")
+
+
+@app.command()
+def table1(
+    output: Output, data: Log = None, device: Device = "cpu", seeds: Seeds = None,
+    sizes: Annotated[str, typer.Option(help="Bytes of a code, with commas between.")] = "16",
+    warmup: Warmup = None, steps: Steps = None, smoke: Smoke = False,
+) -> None:  # fmt: skip
+    """Compare what users find in indexes trained by every method, over several seeds.
+
+    Example: givens paper table1 --data ml-1m -o results --device cuda --sizes 8,16,32
+    """
+    from givens.paper import table1
+    from givens.paper.joint import METHODS, SEEDS, Runs, log_for, p_value, slug
+
+    # Before the work: a missing package.
+    p_value([0.0, 1.0], [1.0, 2.0])
+    log = log_for(data, smoke=smoke)
+    bytes_of_codes = _sizes(sizes, "--sizes")
+    count = seeds or (2 if smoke else SEEDS)
+    configs = _configs(log, bytes_of_codes, count, smoke, warmup=warmup, steps=steps)
+    output.mkdir(parents=True, exist_ok=True)
+    place = out.check_device(device).type
+    with out.progress("runs") as bar:
+        bar.start(len(configs) * len(METHODS) + count)
+        runs = Runs(output / f"joint-{slug(log.name)}.json", place, _teller(bar))
+        rows = table1.run(runs, log, configs)
+    written = output / f"table1-{slug(log.name)}.md"
+    lines = table1.table(rows, log)
+    with files.replacing(written) as temporary:
+        temporary.write_text("\n".join(lines) + "\n", "utf-8")
+    for line in lines:
+        typer.echo(line)
+    typer.echo(f"Written: {written}; the rows are in {runs.path}, and a rerun goes on from them")
+
+
+@app.command()
+def when(
+    output: Output, device: Device = "cpu", seeds: Seeds = None,
+    dim: Annotated[int | None, typer.Option(help="Of the embeddings.")] = None,
+    warmup: Warmup = None, steps: Steps = None, smoke: Smoke = False,
+) -> None:  # fmt: skip
+    """Show when learning the rotation pays: by its start, fixed items and a drifting log.
+
+    Example: givens paper when -o results --device cuda
+    """
+    from givens.paper import when
+    from givens.paper.joint import SEEDS, Runs
+
+    pyplot = out.pyplot()
+    made = when.logs(smoke=smoke)
+    count = seeds or (2 if smoke else SEEDS)
+    options = {"dim": dim, "warmup": warmup, "steps": steps}
+    options |= {name: value for name, value in SMALL.items() if smoke and not options.get(name)}
+    output.mkdir(parents=True, exist_ok=True)
+    place = out.check_device(device).type
+    with out.progress("runs") as bar:
+        bar.start(count * len(made) * (4 * len(when.STARTS) + 1))
+        runs = Runs(output / "when.json", place, _teller(bar))
+        rows = when.run(runs, made, options, count)
+    picture = output / "when.png"
+    for line in when.plot(pyplot, rows, picture):
+        typer.echo(line)
+    typer.echo(f"{picture}: look at it; the rows are in {runs.path}, and a rerun goes on from them")
+
+
+def _configs(
+    log: Any, sizes: tuple[int, ...], seeds: int, smoke: bool, **options: int | None
+) -> list[Any]:
+    """A configuration for each seed and size, the rates as they are for all."""
+    from givens.retrieval.config import suited
+
+    if seeds < 1:
+        raise ValueError(f"--seeds must be at least 1, but got {seeds}")
+    if log.words is not None:
+        # A search: what is asked for is in the words.
+        options["history"] = 0
+    if smoke:
+        options |= {name: value for name, value in SMALL.items() if options.get(name) is None}
+        sizes = tuple(min(size, SMALL["subspaces"]) for size in sizes)
+    chosen: dict[str, Any] = {name: options[name] for name in options if name != "subspaces"}
+    return [
+        suited(log, **chosen, subspaces=size, seed=seed)
+        for seed in range(seeds)
+        for size in dict.fromkeys(sizes)
+    ]
+
+
+def _teller(bar: out.Bar) -> Callable[[str], None]:
+    def tell(line: str) -> None:
+        typer.echo(line)
+        bar.advance()
+
+    return tell
+
+
+def _sizes(text: str, name: str = "--dims") -> tuple[int, ...]:
     try:
         sizes = tuple(int(part) for part in text.split(",") if part)
     except ValueError:
         sizes = (0,)
     if any(n < 2 for n in sizes):
-        raise ValueError(f"--dims must be numbers from 2 on with commas between, but got {text!r}")
+        raise ValueError(f"{name} must be numbers from 2 on with commas between, but got {text!r}")
     return sizes

@@ -85,17 +85,13 @@ def to_faiss(
         core = form(n, D, nbits, metric)
     else:
         form = faiss.IndexIVFPQFastScan if kind.endswith("fastscan") else faiss.IndexIVFPQ
-        lists = faiss.IndexFlat(n, metric)
-        lists.add(q.coarse.cpu().numpy())
-        core = form(lists, n, len(q.coarse), D, nbits, metric)
+        core = form(faiss.IndexFlat(n, metric), n, len(q.coarse), D, nbits, metric)
         core.by_residual = True
-    codebooks = np.full((D, 1 << nbits, q.codebooks.shape[2]), FAR, np.float32)
-    codebooks[:, : q.codewords] = q.codebooks.cpu().numpy()
-    faiss.copy_array_to_vector(codebooks.ravel(), core.pq.centroids)
     core.is_trained = True
-    if q.coarse is not None:
-        core.precompute_table()
-    index: Any = faiss.IndexPreTransform(_linear(q), core)
+    linear = faiss.LinearTransform(n, n, False)
+    linear.is_trained = True
+    index: Any = faiss.IndexPreTransform(linear, core)
+    replace_parts(index, q)
     if q.metric == "cosine":
         index.prepend_transform(faiss.NormalizationTransform(n, 2.0))
     if ids is not None and q.coarse is None:
@@ -137,6 +133,35 @@ def from_faiss(index: Any) -> Quantizer:
         if coarse is not None:
             coarse[:, -1] *= -1
     return Quantizer(R, codebooks, coarse, metric)
+
+
+def fit_opq(
+    vectors: Any,
+    subspaces: int,
+    codewords: int = 256,
+    coarse: int = 0,
+    *,
+    metric: Metric = "l2",
+) -> Quantizer:
+    """What Faiss's own OPQ and PQ make of vectors, with its defaults: to compare with."""
+    nbits = (codewords - 1).bit_length()
+    if codewords != 1 << nbits:
+        raise ValueError(f"codewords must be a power of two for Faiss, but got {codewords}")
+    x = torch.cat(list(chunks(vectors, BUFFER)))
+    if metric == "cosine":
+        x = torch.nn.functional.normalize(x)
+    n = x.shape[1]
+    lists = f"IVF{coarse}," if coarse else ""
+    by = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
+    index: Any = faiss.index_factory(n, f"OPQ{subspaces}_{n},{lists}PQ{subspaces}x{nbits}", by)
+    rotation: Any = faiss.downcast_VectorTransform(index.chain.at(0))
+    rotation.pq = alternated = faiss.ProductQuantizer(n, subspaces, nbits)
+    # They warn of fewer than 39 vectors for each codeword, which is what there may be.
+    for pq in (alternated, _core(index).pq):
+        pq.cp.min_points_per_centroid = 1
+    index.train(x.numpy())
+    q = from_faiss(index)
+    return Quantizer(q.rotation, q.codebooks, q.coarse, metric)
 
 
 def save_index(index: Any, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
@@ -211,13 +236,23 @@ def _check_kind(q: Quantizer, kind: str) -> None:
         raise ValueError(f"kind {kind!r} needs 16 codewords, but got {q.codewords}")
 
 
-def _linear(q: Quantizer) -> Any:
-    linear = faiss.LinearTransform(q.dim, q.dim, False)
+def replace_parts(index: Any, q: Quantizer) -> None:
+    """Give an index the rotation, codebooks and centroids of q; its codes stay as they are."""
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexIDMap):
+        index = faiss.downcast_index(index.index)
+    linear: Any = faiss.downcast_VectorTransform(index.chain.at(index.chain.size() - 1))
     faiss.copy_array_to_vector(q.rotation.mT.contiguous().cpu().numpy().ravel(), linear.A)
-    linear.is_trained = True
     # So that Faiss can go back, to reconstruct vectors.
     linear.set_is_orthonormal()
-    return linear
+    core = _core(index)
+    codebooks = np.full((q.subspaces, core.pq.ksub, core.pq.dsub), FAR, np.float32)
+    codebooks[:, : q.codewords] = q.codebooks.cpu().numpy()
+    faiss.copy_array_to_vector(codebooks.ravel(), core.pq.centroids)
+    if q.coarse is not None:
+        core.quantizer.reset()
+        core.quantizer.add(q.coarse.cpu().numpy())
+        core.precompute_table()
 
 
 class Source:

@@ -1,0 +1,81 @@
+"""Figure 3: the distortion of an index that is trained with its towers, against the step."""
+
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Any
+
+from givens.paper.joint import METHODS, NAMES, Runs, distortion, of, verdict
+from givens.paper.rows import Rows
+from givens.retrieval.config import Config
+from givens.retrieval.data import Log
+
+CURVES = tuple(method for method in METHODS if method != "post-hoc")
+
+
+def run(runs: Runs, log: Log, configs: list[Config]) -> Rows:
+    """Every method from the same warm-up and the same start, for each configuration's seed."""
+    rows = []
+    for config in configs:
+        for method in CURVES:
+            changed = dataclasses.replace(config, method=method)  # type: ignore[arg-type]
+            rows.append(runs.run(log, changed))
+        runs.forget()
+    return rows
+
+
+def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
+    """The distortion of each method, and how far it is from the baseline's of the same seed."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.4))
+    base = {row["seed"]: row["distortion"] for row in of(rows, method="frozen")}
+    for method in CURVES:
+        mine = of(rows, method=method)
+        away = [
+            [100 * (d / b - 1) for d, b in zip(row["distortion"], base[row["seed"]], strict=True)]
+            for row in mine
+        ]
+        style = {"frozen": "k--"}.get(method, "-" if method.startswith("gcd") else ":")
+        for axes, curves in zip(panels, ([row["distortion"] for row in mine], away), strict=True):
+            looks = list(zip(*curves, strict=True))
+            mean = [statistics.mean(values) for values in looks]
+            axes.plot(mine[0]["steps"], mean, style, label=NAMES[method])
+            low, high = ([f(values) for values in looks] for f in (min, max))
+            axes.fill_between(mine[0]["steps"], low, high, alpha=0.1)
+    about = rows[0]
+    title = f"{about['name']}, n = {about['config']['dim']}, {about['bytes']} bytes"
+    panels[0].set(xlabel="joint step", ylabel="distortion of unit vectors", title=title)
+    panels[1].set(xlabel="joint step", ylabel="%", title="against the baseline of the same seed")
+    for axes in panels:
+        axes.grid(alpha=0.3)
+    panels[0].legend(frameon=False, fontsize=8)
+    told = claims(rows)
+    figure.set_figheight(4.4 + 0.15 * len(told))
+    figure.tight_layout(rect=(0, 0.15 * len(told) / figure.get_figheight(), 1, 1))
+    figure.text(0.01, 0.01, "\n".join(told), fontsize=6.5, va="bottom")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return told
+
+
+def claims(rows: Rows) -> list[str]:
+    """What the rows say about the paper's claims."""
+    told = []
+    for methods in (
+        ("gcd-random", "frozen"),
+        ("gcd-greedy", "frozen"),
+        ("gcd-steepest", "frozen"),
+        ("cayley", "frozen"),
+        ("gcd-greedy", "gcd-random"),
+        ("gcd-steepest", "gcd-greedy"),
+    ):
+        mine, other = (of(rows, method=method) for method in methods)
+        first, second = (NAMES[method] for method in methods)
+        found = verdict(mine, other, distortion, lower=True)
+        told.append(f"{first} ends below {second}: {found}")
+    config = rows[0]["config"]
+    where = rows[0]["gpu"] or f"{rows[0]['threads']} CPU threads"
+    told.append(
+        f"{len({row['seed'] for row in rows})} seeds, {config['warmup']} + {config['steps']} steps "
+        f"of {config['batch']}, lr {config['lr']:g}, angle {config['angle']:g}, {where}"
+    )
+    return told

@@ -1,0 +1,168 @@
+"""Runs of towers and index trained together, for figure 3, table 1 and the figure of when it pays.
+
+All runs of a seed go on from the same warm-up. A run is a row, kept as soon as it is there: a rerun
+goes on from the rows, and figure 3 and table 1 share theirs.
+"""
+
+import dataclasses
+import hashlib
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from givens.paper.rows import Rows, environment, read, write
+from givens.retrieval import checkpoint
+from givens.retrieval.config import Config
+from givens.retrieval.data import Log, click_log
+from givens.retrieval.readers import read as read_log
+from givens.retrieval.train import train, warm_up
+
+SEEDS, SIGNIFICANT = 5, 0.05
+METHODS = (
+    "frozen",
+    "cayley",
+    "expm",
+    "penalty",
+    "gcd-random",
+    "gcd-greedy",
+    "gcd-steepest",
+    "post-hoc",
+)
+NAMES = {
+    "frozen": "frozen (the baseline)",
+    "cayley": "Cayley",
+    "expm": "matrix exponential",
+    "penalty": "penalty",
+    "gcd-random": "GCD-R",
+    "gcd-greedy": "GCD-G",
+    "gcd-steepest": "GCD-S",
+    "post-hoc": "Faiss OPQ afterwards",
+}
+# The paper's log of its industry has 10 million clicks of a million queries.
+INDUSTRIAL = {"users": 1_000_000, "items": 1_500_000, "clicks": 10_000_000, "words": 50_000}
+SMOKE = {"users": 2000, "items": 600, "clicks": 40_000}
+
+
+def log_for(data: Path | None, *, smoke: bool) -> Log:
+    """The log of a folder, or the built-in one at the paper's industrial size."""
+    if data is not None:
+        return read_log(data)
+    return click_log(**(SMOKE if smoke else INDUSTRIAL))
+
+
+class Runs:
+    """The rows of a figure or table: a run that is there is not run again."""
+
+    def __init__(self, path: Path, device: str, tell: Callable[[str], None]) -> None:
+        self.path, self.device, self.tell = path, device, tell
+        self.about = environment(device)
+        self.rows: Rows = read(path) if path.exists() else []
+
+    def run(self, log: Log, config: Config, **labels: Any) -> dict[str, Any]:
+        """Train from the shared warm-up, unless it was done before."""
+        how = {"log": log.fingerprint, "config": dataclasses.asdict(config), **labels}
+        for row in self.rows:
+            if all(row.get(name) == value for name, value in how.items()):
+                return row
+        towers = self.warmed(log, config)
+        done = train(log, config, towers=towers, device=self.device)
+        joint = [row for row in done.rows if row["phase"] == "joint"]
+        row = {
+            **how,
+            "name": log.name,
+            "method": config.method,
+            "bytes": config.subspaces,
+            "seed": config.seed,
+            "warm_up": _digest(towers),
+            "steps": [row["step"] - config.warmup for row in joint],
+            "distortion": [row["distortion"] for row in joint],
+            "recall": [row["recall"] for row in joint],
+            "final_distortion": joint[-1]["distortion"] if joint else done.results["distortion"],
+            "results": done.results,
+            **self.about,
+        }
+        self.rows.append(row)
+        write(self.path, self.rows)
+        self.tell(
+            f"{log.name}, {config.subspaces} bytes, {NAMES[config.method]}, seed {config.seed}: "
+            f"recall@100 {100 * recall(row):.2f} %, distortion {row['final_distortion']:.4f}"
+        )
+        return row
+
+    def warmed(self, log: Log, config: Config) -> dict[str, Tensor]:
+        """The towers of a seed, learned once and kept in a file until `forget`."""
+        first = dataclasses.replace(
+            config, **{name: getattr(Config, name) for name in ("method", "start", "fixed_items")}
+        )
+        sizes = dataclasses.replace(first, subspaces=1)
+        key = hashlib.sha256(f"{sizes}{log.fingerprint}".encode()).hexdigest()[:16]
+        file = self.path.with_name(f"warm-up-{key}.safetensors")
+        if not file.exists():
+            checkpoint.save_parts(warm_up(log, first, device=self.device), file)
+            self.tell(f"{log.name}, seed {config.seed}: warmed up")
+        return checkpoint.load_towers(file)
+
+    def forget(self) -> None:
+        """Delete the towers, once all runs of theirs are done."""
+        for file in self.path.parent.glob("warm-up-????????????????.safetensors"):
+            file.unlink()
+
+
+def of(rows: Iterable[dict[str, Any]], **labels: Any) -> Rows:
+    """The rows that say this of themselves."""
+    return [row for row in rows if all(row.get(name) == value for name, value in labels.items())]
+
+
+def recall(row: dict[str, Any]) -> float:
+    """recall@100 of the test users by the index."""
+    return float(row["results"]["index"]["recall@100"])
+
+
+def precision(row: dict[str, Any]) -> float:
+    """precision@100 of the test users by the index."""
+    return float(row["results"]["index"]["precision@100"])
+
+
+def distortion(row: dict[str, Any]) -> float:
+    """Of all items after the last step."""
+    return float(row["final_distortion"])
+
+
+def verdict(
+    mine: Rows, base: Rows, value: Callable[[dict[str, Any]], float], *, lower: bool
+) -> str:
+    """Whether runs have a lower or a higher value than others, and how sure that is."""
+    first, second = [value(row) for row in mine], [value(row) for row in base]
+    change = statistics.mean(first) - statistics.mean(second)
+    p = p_value(first, second)
+    word = "not shown"
+    if p < SIGNIFICANT:
+        word = "holds" if (change < 0) == lower else "does not hold"
+    return f"{word} ({100 * change / statistics.mean(second):+.2f} %, p = {p:.2g})"
+
+
+def p_value(first: list[float], second: list[float]) -> float:
+    """One-way analysis of variance: how likely so different means are by chance."""
+    try:
+        from scipy.stats import f_oneway
+    except ImportError as error:
+        raise ImportError("the p-values need scipy: pip install 'givens[paper]'") from error
+    if min(len(first), len(second)) < 2 or len({*first, *second}) == 1:
+        return float("nan")
+    return float(f_oneway(first, second).pvalue)
+
+
+def slug(name: str) -> str:
+    """A log's name as part of a file's."""
+    return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
+
+
+def _digest(parts: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, part in parts.items():
+        digest.update(name.encode())
+        digest.update(part.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

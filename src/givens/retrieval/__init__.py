@@ -1,0 +1,1 @@
+"""Two towers and an index, trained together: data, towers, losses, training, evaluation."""

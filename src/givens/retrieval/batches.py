@@ -1,0 +1,148 @@
+"""What the towers are trained on and asked, as tensors on the device.
+
+An example is a place in a training user's clicks: the history is what came before it, the target is
+drawn from the next few items. What is drawn depends on nothing but the seed and the step, so that a
+resumed run draws what it would have drawn.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from givens.retrieval.data import Log
+
+# Part of the log that a stream's steps draw from at a time.
+STREAM_WINDOW = 0.1
+# Seeds of steps are this far apart, so that no two runs share their draws.
+SEED_STRIDE = 1 << 32
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What the user tower is given: the latest items first, −1 where there is none."""
+
+    history: Int[Tensor, "b h"]
+    words: Int[Tensor, "b w"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.history)
+
+    def __getitem__(self, rows: slice) -> "Asked":
+        return Asked(self.history[rows], None if self.words is None else self.words[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Held-out users: what they are asked by, what they have seen, and what they liked after it.
+
+    `seen` and `truth` are sorted keys, user·catalogue + item.
+    """
+
+    asked: Asked
+    seen: Int[Tensor, " s"]
+    truth: Int[Tensor, " t"]
+    sizes: Int[Tensor, " b"]
+    """How many items of the truth each user has."""
+
+
+class Examples:
+    """A log's training clicks on a device, drawn in batches."""
+
+    def __init__(
+        self,
+        log: Log,
+        *,
+        history: int,
+        ahead: int,
+        seed: int = 0,
+        stream: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Put the log on the device.
+
+        Args:
+            log: the log.
+            history: items of it that the tower is shown at most.
+            ahead: the target is one of so many items that come next.
+            seed: of the draws.
+            stream: whether steps go through the log in order of time, instead of all over it.
+            device: where.
+        """
+        self.log, self.history, self.ahead, self.seed = log, history, ahead, seed
+        self.stream, self.device = stream, torch.device(device)
+        self.generator = torch.Generator(self.device)
+        counts = np.diff(log.starts)
+        user = np.repeat(np.arange(log.users), counts)
+        trained = np.zeros(log.users, bool)
+        trained[log.train] = True
+        # A user's first click has no history, unless words are enough.
+        first = np.zeros(len(user), bool)
+        first[log.starts[:-1]] = log.words is None
+        places = np.flatnonzero(trained[user] & ~first)
+        if stream:
+            places = places[np.argsort(log.times[places], kind="stable")]
+        self.places = torch.from_numpy(places).to(self.device)
+        self.items = torch.from_numpy(log.items).to(self.device)
+        self.user = torch.from_numpy(user.astype(np.int32)).to(self.device)
+        self.starts = torch.from_numpy(log.starts).to(self.device)
+        self.words = None if log.words is None else torch.from_numpy(log.words).to(self.device)
+        clicks = np.bincount(log.items[trained[user]], minlength=log.catalogue)
+        self.popularity = torch.from_numpy(clicks / clicks.sum()).float().to(self.device)
+
+    def draw(self, step: int, size: int, progress: float = 0.0) -> tuple[Asked, Int[Tensor, " b"]]:
+        """The batch of a step: what is asked, and the target of each row."""
+        self.generator.manual_seed(self.seed * SEED_STRIDE + step)
+        first, count = 0, len(self.places)
+        if self.stream:
+            count = max(int(STREAM_WINDOW * len(self.places)), 1)
+            first = int(progress * (len(self.places) - count))
+        drawn = torch.randint(count, (size,), generator=self.generator, device=self.device)
+        place = self.places[first + drawn]
+        user = self.user[place].long()
+        # One draw of a number for each row, whatever its range: so many items are left.
+        left = (self.starts[user + 1] - place).clamp_max(self.ahead)
+        share = torch.rand(size, generator=self.generator, device=self.device)
+        target = self.items[place + (share * left).long().clamp_max(left - 1)].long()
+        return self.asked(user, place), target
+
+    def uniform(self, count: int) -> Int[Tensor, " m"]:
+        """Items drawn alike, to go with the batch drawn last."""
+        drawn: Tensor = torch.randint(
+            self.log.catalogue, (count,), generator=self.generator, device=self.device
+        )
+        return drawn
+
+    def kept(self, asked: Asked, dropout: float) -> Asked:
+        """The same with items of the history left out at random."""
+        if not dropout:
+            return asked
+        share = torch.rand(asked.history.shape, generator=self.generator, device=self.device)
+        return Asked(asked.history.masked_fill(share < dropout, -1), asked.words)
+
+    def asked(self, user: Int[Tensor, " b"], place: Int[Tensor, " b"]) -> Asked:
+        """The latest items of users before places of the log."""
+        back = place[:, None] - 1 - torch.arange(self.history, device=self.device)
+        history = self.items[back.clamp_min(0)].long()
+        history = history.masked_fill(back < self.starts[user][:, None], -1)
+        return Asked(history, None if self.words is None else self.words[user].long())
+
+    def held(self, users: Int[NDArray[np.int64], " b"]) -> Held:
+        """Users with half of their clicks as the history, and the others as the truth."""
+        who = torch.from_numpy(users).to(self.device)
+        begin, end = self.starts[who], self.starts[who + 1]
+        middle = begin + (end - begin) // 2
+        keys = []
+        for first, last in ((begin, middle), (middle, end)):
+            row = torch.repeat_interleave(torch.arange(len(who), device=self.device), last - first)
+            before = (last - first).cumsum(0) - (last - first)
+            at = first[row] + torch.arange(len(row), device=self.device) - before[row]
+            keys.append(torch.unique(row * self.log.catalogue + self.items[at]))
+        seen, truth = keys
+        # What was seen is not recommended, so it is not asked for either.
+        truth = truth[~torch.isin(truth, seen)]
+        sizes = torch.bincount(truth // self.log.catalogue, minlength=len(who))
+        return Held(self.asked(who, middle), seen, truth, sizes)

@@ -1,0 +1,84 @@
+"""Where a run stands, in a file: parts, optimizers' states and the best step so far.
+
+What is drawn depends on the seed and the step alone, so there is no generator to save.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from givens import files
+from givens.retrieval.config import difference
+from givens.retrieval.run import Best, Run
+
+KIND, TOWERS = "checkpoint", "towers"
+
+
+def save(run: Run, path: Path) -> None:
+    """Write where a run stands, in the place of an older file."""
+    tensors = run.parts() | {f"best.{name}": part for name, part in run.best.parts.items()}
+    numbers: dict[str, float] = {}
+    for number, optimizer in enumerate(run.optimizers):
+        for parameter, state in optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                key = f"optimizer.{number}.{parameter}.{name}"
+                if isinstance(value, Tensor):
+                    tensors[key] = value
+                else:
+                    numbers[key] = value
+    about = {
+        "config": dataclasses.asdict(run.config),
+        "log": run.log.fingerprint,
+        "step": run.step,
+        "joint": run.joint,
+        "best": {"recall": run.best.recall, "step": run.best.step},
+        "numbers": numbers,
+        "rows": run.rows,
+    }
+    files.save(path, KIND, tensors, about)
+
+
+def load(run: Run, path: Path) -> None:
+    """Put a fresh run where a saved one stood; one of another configuration or log is refused."""
+    contents = files.load(path, KIND)
+    about, tensors = contents.metadata, contents.tensors
+    if other := difference(about["config"], run.config):
+        raise ValueError(f"{path} was made with {other}; give the same options or another folder")
+    if about["log"] != run.log.fingerprint:
+        raise ValueError(f"{path} was made from another log than {run.log.name}")
+    run.step, run.rows = about["step"], about["rows"]
+    # With the index, R may be parametrized: before its parts are put in.
+    run.optimizers = run.learners(joint=about["joint"])
+    run.put(tensors)
+    run.turned_from = run.layer.rotation.matrix.detach().clone()
+    best = {
+        name.removeprefix("best."): part for name, part in tensors.items() if name[:5] == "best."
+    }
+    parts = {name: part.to(run.device) for name, part in best.items()}
+    run.best = Best(about["best"]["recall"], about["best"]["step"], parts)
+    for number, optimizer in enumerate(run.optimizers):
+        states: dict[int, dict[str, Any]] = {}
+        for key, value in (tensors | about["numbers"]).items():
+            if key.startswith(f"optimizer.{number}."):
+                _, _, parameter, name = key.split(".")
+                states.setdefault(int(parameter), {})[name] = value
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+
+
+def save_towers(run: Run, path: Path) -> None:
+    """Write the towers and what they were made with."""
+    about = {"config": dataclasses.asdict(run.config), "log": run.log.fingerprint}
+    save_parts(run.parts(), path, about)
+
+
+def save_parts(parts: dict[str, Tensor], path: Path, about: dict[str, Any] | None = None) -> None:
+    """Write the towers among parts."""
+    towers = {name: part for name, part in parts.items() if name.startswith("towers.")}
+    files.save(path, TOWERS, towers, about or {})
+
+
+def load_towers(path: Path) -> dict[str, Tensor]:
+    """The parts that `save_towers` or `save_parts` wrote."""
+    return files.load(path, TOWERS).tensors

@@ -1,0 +1,157 @@
+"""What a training run does: everything that decides its outcome, but for the log."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from givens.retrieval.data import Log
+from givens.retrieval.towers import Pool
+
+Method = Literal[
+    "frozen",
+    "cayley",
+    "expm",
+    "penalty",
+    "gcd-random",
+    "gcd-greedy",
+    "gcd-steepest",
+    "post-hoc",
+]
+Start = Literal["opq", "identity", "random"]
+Loss = Literal["softmax", "hinge"]
+
+# A softmax over more items than this draws some of them.
+MOST_ITEMS, SHARED = 50_000, 4096
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options of a run."""
+
+    method: Method = "gcd-greedy"
+    """How R is learned; "post-hoc" trains without the index and leaves it to Faiss's OPQ."""
+    start: Start = "opq"
+    """Where R is when the index comes in."""
+    exact: bool = False
+    """Whether "gcd-steepest" is exactly that."""
+    dim: int = 512
+    subspaces: int = 32
+    codewords: int = 256
+    coarse: int = 0
+    pool: Pool = "attention"
+    history: int = 100
+    """Items that the user tower looks back at; 0 where words are all."""
+    ahead: int = 20
+    """The target is one of so many items that come next."""
+    dropout: float = 0.3
+    """Part of the history that is hidden in training."""
+    loss: Loss = "softmax"
+    temperature: float = 0.07
+    margin: float = 0.1
+    negatives: int | None = None
+    """Drawn alike, and shared by a batch beside its targets; None for all items."""
+    batch: int = 1024
+    lr: float = 1e-3
+    """Of the towers, by Adam; it falls to 0 by a cosine in each phase."""
+    joint_lr: float = 3e-4
+    """Of towers and codebooks with the index."""
+    angle: float = 1e-2
+    """About how far R turns an axis in a step, in radians; falls likewise."""
+    weight: float = 1.0
+    """Of the distortion in the loss."""
+    warmup: int = 1500
+    """Steps without the index."""
+    steps: int = 1500
+    """Steps with it."""
+    sample: int = 8192
+    """Embeddings that are collected to start the index."""
+    iterations: int = 200
+    """Of OPQ on them, at most."""
+    fixed_items: bool = False
+    """Whether the item tower stays as it is once the index is in."""
+    stream: bool = False
+    """Whether the steps go through the log in order of time."""
+    every: int = 100
+    """Steps between two looks at the validation users."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run."""
+        for name, kind in (("method", Method), ("start", Start), ("loss", Loss)):
+            if getattr(self, name) not in get_args(kind):
+                known = ", ".join(map(repr, get_args(kind)))
+                raise ValueError(f"{name} must be one of {known}, but got {getattr(self, name)!r}")
+        for name in (
+            "dim",
+            "subspaces",
+            "ahead",
+            "batch",
+            "warmup",
+            "sample",
+            "iterations",
+            "every",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but got {name}={getattr(self, name)}")
+        for name in (
+            "history",
+            "steps",
+            "seed",
+            "coarse",
+            "negatives",
+            "angle",
+            "weight",
+            "margin",
+        ):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} must not be negative, but got {getattr(self, name)}")
+        for name in ("lr", "joint_lr", "temperature"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive, but got {getattr(self, name)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), but got {self.dropout}")
+
+    @property
+    def total(self) -> int:
+        """Steps of both phases."""
+        return self.warmup + self.steps
+
+    def check(self, log: Log) -> None:
+        """Refuse a log that is too small for the index."""
+        for name in ("codewords", "coarse"):
+            items, wanted = min(log.catalogue, self.sample), getattr(self, name)
+            if items < wanted:
+                raise ValueError(
+                    f"{log.name} must have at least as many items as {name}, "
+                    f"but has {items} to start from for {name}={wanted}"
+                )
+        if not self.history and log.words is None:
+            raise ValueError("history must be at least 1 where a log has no words, but got 0")
+
+
+def suited(log: Log, *, small: bool = False, **options: Any) -> Config:
+    """A configuration for a log: all that is not given is chosen by its size.
+
+    Args:
+        log: the log.
+        small: for two cores and a few minutes.
+        options: of `Config`; None counts as not given.
+    """
+    chosen: dict[str, Any] = {}
+    if small:
+        chosen |= {"dim": 64, "subspaces": 8, "history": 50, "warmup": 600, "steps": 600}
+        chosen |= {"negatives": 512, "lr": 1e-2, "joint_lr": 1e-2, "temperature": 0.1}
+    elif log.catalogue > MOST_ITEMS:
+        chosen |= {"negatives": SHARED, "batch": 8192, "warmup": 3000, "steps": 2000}
+        chosen |= {"lr": 3e-3, "joint_lr": 1e-3, "every": 500}
+    chosen |= {name: value for name, value in options.items() if value is not None}
+    return Config(**chosen)
+
+
+def difference(saved: dict[str, Any], config: Config) -> str | None:
+    """The first option in which a saved configuration is another one, in words."""
+    for name, value in dataclasses.asdict(config).items():
+        if saved.get(name) != value:
+            return f"{name}={saved.get(name)!r}, but got {name}={value!r}"
+    return None

@@ -1,0 +1,272 @@
+"""The parts of a training run and what is done with them: a step, a look, the index's start."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.optim import Adam, Optimizer
+
+from givens.baselines import optimizer_for
+from givens.fixed import fit
+from givens.layer import IndexLayer
+from givens.quantizer import Quantizer
+from givens.retrieval import evaluate
+from givens.retrieval.batches import Examples
+from givens.retrieval.config import Config
+from givens.retrieval.data import Log
+from givens.retrieval.losses import hinge_loss, softmax_loss
+from givens.retrieval.towers import Towers
+from givens.rotation import orthogonality_error, project, random_rotation
+
+K = 100
+# The rates rise over so many steps before they fall.
+RAMP = 100
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Best:
+    """The step that did best on the validation users, and what the parts were then."""
+
+    recall: float
+    step: int
+    parts: dict[str, Tensor]
+
+
+class Run:
+    """The parts of a run and where it stands."""
+
+    def __init__(self, log: Log, config: Config, device: torch.device | str = "cpu") -> None:
+        config.check(log)
+        self.log, self.config, self.device = log, config, torch.device(device)
+        self.examples = Examples(
+            log,
+            history=config.history,
+            ahead=config.ahead,
+            seed=config.seed,
+            stream=config.stream,
+            device=self.device,
+        )
+        self.valid = self.examples.held(log.valid)
+        self.towers = Towers(
+            log.catalogue,
+            config.dim,
+            history=config.history,
+            pool=config.pool,
+            vocabulary=log.vocabulary,
+            seed=config.seed,
+        ).to(self.device)
+        sizes = (config.subspaces, config.codewords, config.coarse)
+        self.layer = IndexLayer(config.dim, *sizes, metric="cosine", device=self.device)
+        self.step = 0
+        self.rows: list[Row] = []
+        self.best = Best(-1.0, 0, {})
+        # Losses that were not looked at yet: looking waits for the device.
+        self.pending: list[Tensor] = []
+        self.turned_from = self.layer.rotation.matrix.detach().clone()
+        self.optimizers = self.learners(joint=False)
+
+    @property
+    def joint(self) -> bool:
+        """Whether the index is in."""
+        return self.layer.warm
+
+    def parts(self) -> dict[str, Tensor]:
+        """All that is learned, by name."""
+        towers = {f"towers.{name}": part for name, part in self.towers.state_dict().items()}
+        layer = {f"layer.{name}": part for name, part in self.layer.state_dict().items()}
+        return {**towers, **layer}
+
+    def copied(self) -> dict[str, Tensor]:
+        """The same, to be kept."""
+        return {name: part.detach().clone() for name, part in self.parts().items()}
+
+    def put(self, parts: dict[str, Tensor]) -> None:
+        """Go back to parts that were kept."""
+        for name, module in (("towers.", self.towers), ("layer.", self.layer)):
+            mine = {k.removeprefix(name): v for k, v in parts.items() if k.startswith(name)}
+            if mine:
+                module.load_state_dict(mine)
+
+    def learners(self, *, joint: bool) -> list[Optimizer]:
+        """Adam for towers and codebooks and, with the index, what learns R."""
+        c = self.config
+        self.towers.items.weight.requires_grad_(not (joint and c.fixed_items))
+        learned = [part for part in self.towers.parameters() if part.requires_grad]
+        fused, second = self.device.type == "cuda", self.step >= c.warmup
+        lr = c.joint_lr if second else c.lr
+        if not joint:
+            return [Adam(learned, lr, fused=fused)]
+        learned += self.layer.index_parameters()
+        return [Adam(learned, lr, fused=fused), rotation_learner(self.layer, c)]
+
+    def adopt(self, towers: dict[str, Tensor]) -> None:
+        """Skip the warm-up: go on from towers that had it already."""
+        self.put(towers)
+        self.step = self.config.warmup
+        self.best = Best(-1.0, self.step, self.copied())
+
+    def begin_joint(self) -> None:
+        """Collect embeddings of items from the best towers, and start the index from them."""
+        c = self.config
+        self.put(self.best.parts)
+        if c.method != "post-hoc":
+            with torch.no_grad():
+                drawn = np.random.default_rng(c.seed).permutation(self.log.catalogue)[: c.sample]
+                sample = self.towers.item(torch.from_numpy(np.sort(drawn)).to(self.device))
+            start_index(self.layer, sample, c)
+            self.best = Best(-1.0, self.step, {})
+            self.turned_from = self.layer.rotation.matrix.detach().clone()
+        self.optimizers = self.learners(joint=self.joint)
+
+    def advance(self) -> None:
+        """One step."""
+        c, t = self.config, self.step
+        self.set_rates()
+        asked, target = self.examples.draw(t, c.batch, progress=t / c.total)
+        users = self.towers.user(self.examples.kept(asked, c.dropout))
+        retrieval, distortion = self.losses(users, target)
+        self.pending.append(torch.stack([retrieval.detach(), distortion.detach()]))
+        if self.device.type == "cpu":
+            check_finite(self.step, self.pending[-1:])
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        (retrieval + c.weight * distortion).backward()  # type: ignore[no-untyped-call]
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.step += 1
+
+    def losses(
+        self, users: Float[Tensor, "b n"], target: Int[Tensor, " b"]
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        """The retrieval loss over candidates that the batch shares, and their distortion."""
+        c = self.config
+        ids, column, log_q, same = None, target, None, None
+        if c.negatives is not None:
+            ids = torch.cat([target, self.examples.uniform(c.negatives)])
+            column = torch.arange(len(target), device=self.device)
+            same = target[:, None] == ids
+            # How often an item is expected among the candidates.
+            often = c.batch * self.examples.popularity[ids] + c.negatives / self.log.catalogue
+            log_q = often.log()
+        items = self.towers.item(ids)
+        distortion = users.new_zeros(())
+        if self.joint:
+            items, _, distortion = self.layer(items)
+        if c.loss == "hinge":
+            return hinge_loss(users, items, column, margin=c.margin, same=same), distortion
+        loss = softmax_loss(users, items, column, temperature=c.temperature, log_q=log_q, same=same)
+        return loss, distortion
+
+    def set_rates(self) -> None:
+        """Up in a line, down to 0 by a cosine, in each phase."""
+        c = self.config
+        first, length = (0, c.warmup) if self.step < c.warmup else (c.warmup, c.steps)
+        at = self.step - first
+        factor = min(1.0, (at + 1) / RAMP) * (1 + math.cos(math.pi * at / length)) / 2
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+                group["lr"] = factor * group["initial_lr"]
+
+    @torch.no_grad()
+    def look(self) -> Row:
+        """Measure on the validation users, and keep the parts if they did best."""
+        row: Row = {"step": self.step, "phase": "joint" if self.joint else "towers"}
+        if self.pending:
+            check_finite(self.step - len(self.pending), self.pending)
+            retrieval, distortion = torch.stack(self.pending).double().mean(0).tolist()
+            row["loss"] = retrieval + self.config.weight * distortion
+            row["retrieval"] = retrieval
+            self.pending.clear()
+        users, items = self.towers.user(self.valid.asked), self.towers.item()
+        row["recall_full"] = self.recall(users, items)
+        row["recall"] = row["recall_full"]
+        if self.joint:
+            q = self.quantizer()
+            row["recall"] = self.recall(users, q.decode(q.encode(items)))
+            row["distortion"] = q.distortion(items)
+            row["orthogonality"] = orthogonality_error(self.layer.rotation.matrix)
+            row["perplexity"] = float(self.layer.perplexity.mean())
+            row["dead"] = int(self.layer.dead.sum())
+            R = self.layer.rotation.matrix.detach().clone()
+            # Root mean square over the axes, of all steps since the last look.
+            row["angle"] = float((R - self.turned_from).norm()) / math.sqrt(len(R))
+            self.turned_from = R
+        if row["recall"] > self.best.recall:
+            self.best = Best(row["recall"], self.step, self.copied())
+        self.rows.append(row)
+        return row
+
+    def recall(self, users: Tensor, items: Tensor) -> float:
+        """recall@100 of the validation users by brute force."""
+        k = min(K, self.log.catalogue)
+        found = evaluate.brute_force(users, items, self.valid, k).items
+        return evaluate.metrics(found, self.valid, self.log.catalogue, (k,))[f"recall@{k}"]
+
+    def quantizer(self) -> Quantizer:
+        """The index as it is now; a penalty leaves R only nearly a rotation."""
+        if self.config.method != "penalty":
+            return self.layer.quantizer
+        R = project(self.layer.rotation.matrix.detach())
+        coarse = None if self.layer.coarse is None else self.layer.coarse.detach()
+        return Quantizer(R, self.layer.codebooks.detach(), coarse, "cosine")
+
+    @torch.no_grad()
+    def indexed(self) -> Quantizer:
+        """The index of the best step, or what Faiss makes of it afterwards."""
+        self.put(self.best.parts)
+        if self.joint:
+            return self.quantizer()
+        from givens.export.faiss import fit_opq
+
+        c = self.config
+        q = fit_opq(self.towers.item().cpu(), c.subspaces, c.codewords, c.coarse, metric="cosine")
+        return q.to(self.device)
+
+
+def rotation_learner(layer: IndexLayer, config: Config) -> Optimizer:
+    """What learns R, at a rate that turns an axis about as far in a step whatever the method.
+
+    GCD turns an axis in one plane. Adam moves all n of its entries, each by its rate, and Cayley's
+    transform is I − 2S at first.
+    """
+    n = layer.rotation.dim
+    spread = {"cayley": 2 * math.sqrt(n), "expm": math.sqrt(n), "penalty": math.sqrt(n)}
+    options: dict[str, Any] = {}
+    if config.method.startswith("gcd-"):
+        options = {"seed": config.seed, "exact": config.exact}
+    rate = config.angle / spread.get(config.method, 1.0)
+    return optimizer_for(layer.rotation, config.method, rate, **options)  # type: ignore[arg-type]
+
+
+def start_index(layer: IndexLayer, sample: Float[Tensor, "N n"], config: Config) -> None:
+    """R by OPQ, the identity or at random, and codebooks for it."""
+    if config.start == "opq":
+        layer.warm_start(sample, config.iterations, seed=config.seed)
+        return
+    R = torch.eye(config.dim, device=sample.device)
+    if config.start == "random":
+        R = random_rotation(config.dim, config.seed).to(sample.device)
+    how: dict[str, Any] = {"method": "pq", "metric": "cosine", "seed": config.seed}
+    sizes = (config.subspaces, config.codewords, config.coarse)
+    q = fit(sample @ R, *sizes, iterations=config.iterations, sample=None, **how)
+    layer.start_from(Quantizer(R, q.codebooks, q.coarse, "cosine"))
+
+
+def check_finite(step: int, losses: list[Float[Tensor, " 2"]]) -> None:
+    """Stop at the first loss that is not finite; `step` is that of the first of them."""
+    table = torch.stack(losses).cpu()
+    bad = (~table.isfinite().all(1)).nonzero()
+    if len(bad):
+        at = int(bad[0])
+        retrieval, distortion = table[at].tolist()
+        raise ValueError(
+            f"the loss is not finite at step {step + at}: retrieval {retrieval:g}, distortion "
+            f"{distortion:g}; a lower lr or a higher temperature may help"
+        )

@@ -1,0 +1,125 @@
+"""The two towers: what a user did or says, and an item, as vectors to be scored by cosine."""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from givens.retrieval.batches import Asked
+
+Pool = Literal["mean", "attention"]
+HEADS = 4
+
+
+class Towers(nn.Module):
+    """A user tower over histories and words, and an item tower; both give unit vectors."""
+
+    def __init__(
+        self,
+        items: int,
+        dim: int,
+        *,
+        history: int = 100,
+        pool: Pool = "attention",
+        vocabulary: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Make both towers.
+
+        Args:
+            items: in the catalogue.
+            dim: n, of the vectors.
+            history: items that the user tower looks back at; 0 where the words are all.
+            pool: "mean" weighs an item of the history by how recent it is, "attention" also by
+                what it is, in several ways at once.
+            vocabulary: how many words there are; 0 for none.
+            seed: of the start.
+        """
+        super().__init__()
+        if pool not in get_args(Pool):
+            known = ", ".join(map(repr, get_args(Pool)))
+            raise ValueError(f"pool must be one of {known}, but got {pool!r}")
+        if not history and not vocabulary:
+            raise ValueError("history must be at least 1 where there are no words, but got 0")
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            self.pool = History(items, dim, history, pool) if history else None
+            self.words = nn.EmbeddingBag(vocabulary, dim, mode="mean") if vocabulary else None
+            self.mix = Mix(dim)
+            self.items = nn.Embedding(items, dim)
+            nn.init.normal_(self.items.weight, std=dim**-0.5)
+
+    def user(self, asked: Asked) -> Float[Tensor, "b n"]:
+        """Unit vectors of users."""
+        x: Tensor | float = 0.0
+        if self.pool is not None:
+            x = self.pool(asked.history)
+        if self.words is not None and asked.words is not None:
+            x = x + self.words(asked.words)
+        return functional.normalize(self.mix(x), dim=1)
+
+    def item(self, ids: Int[Tensor, " m"] | None = None) -> Float[Tensor, "m n"]:
+        """Unit vectors of items, or of all of them."""
+        return functional.normalize(self.items.weight if ids is None else self.items(ids), dim=1)
+
+
+class History(nn.Module):
+    """The items of a history, weighed by recency and content, and added up.
+
+    An item's weight is a softmax over the history of b_j + e·q_h: j how long ago, e its vector,
+    q_h what head h looks for. e·q_h of all items is one small product, so that no (b, h, n) array
+    is made.
+    """
+
+    def __init__(self, items: int, dim: int, length: int, pool: Pool) -> None:
+        super().__init__()
+        heads = HEADS if pool == "attention" else 1
+        if dim % heads:
+            raise ValueError(f"dim must be divisible by {heads} heads, but got dim={dim}")
+        self.embedding = nn.Embedding(items, dim)
+        nn.init.normal_(self.embedding.weight, std=dim**-0.5)
+        self.recency = nn.Parameter(torch.zeros(heads, length))
+        self.queries = nn.Parameter(torch.zeros(dim, heads)) if pool == "attention" else None
+
+    def forward(self, history: Int[Tensor, "b h"]) -> Float[Tensor, "b n"]:
+        """The weighed sum for each row; zero for an empty history."""
+        here = history >= 0
+        ids = history.clamp_min(0)
+        E, heads = self.embedding.weight, len(self.recency)
+        score = self.recency[:, : history.shape[1]].expand(len(ids), -1, -1)
+        if self.queries is not None:
+            score = score + (E @ self.queries)[ids].mT * math.sqrt(E.shape[1])
+        weight = score.masked_fill(~here[:, None], -torch.inf).softmax(2)
+        # A row without any history is a softmax over nothing.
+        weight = weight.masked_fill(~here[:, None], 0.0)
+        if heads == 1:
+            return functional.embedding_bag(ids, E, mode="sum", per_sample_weights=weight[:, 0])
+        parts = E.view(len(E), heads, -1)
+        pooled = [
+            functional.embedding_bag(
+                ids, parts[:, head], mode="sum", per_sample_weights=weight[:, head]
+            )
+            for head in range(heads)
+        ]
+        return torch.cat(pooled, 1)
+
+
+class Mix(nn.Module):
+    """x + W₂ gelu(W₁ norm(x)), which begins as x."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.wide = nn.Linear(dim, 2 * dim)
+        self.narrow = nn.Linear(2 * dim, dim)
+        nn.init.zeros_(self.narrow.weight)
+        nn.init.zeros_(self.narrow.bias)
+
+    def forward(self, x: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
+        """Mixed, around x itself."""
+        x = self.norm(x)
+        mixed: Tensor = x + self.narrow(functional.gelu(self.wide(x)))
+        return mixed
