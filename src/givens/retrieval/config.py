@@ -54,12 +54,13 @@ class Config:
     batch: int = 1024
     lr: float = 1e-3
     """Of the towers, by Adam; it falls to 0 by a cosine in each phase."""
-    joint_lr: float = 3e-4
+    joint_lr: float = 1e-3
     """Of towers and codebooks with the index."""
     angle: float = 1e-2
     """About how far R turns an axis in a step, in radians; falls likewise."""
-    weight: float = 1.0
-    """Of the distortion in the loss."""
+    weight: float = 10.0
+    """Of the distortion in the loss. A softmax divides by its temperature, so its gradients are
+    large: at a weight of 1 R would follow them alone."""
     warmup: int = 1500
     """Steps without the index."""
     steps: int = 1500
@@ -142,6 +143,7 @@ def suited(log: Log, *, small: bool = False, **options: Any) -> Config:
     if small:
         chosen |= {"dim": 64, "subspaces": 8, "history": 50, "warmup": 600, "steps": 600}
         chosen |= {"negatives": 512, "lr": 1e-2, "joint_lr": 1e-2, "temperature": 0.1}
+        chosen |= {"weight": 1.0}
     elif log.catalogue > MOST_ITEMS:
         chosen |= {"negatives": SHARED, "batch": 8192, "warmup": 3000, "steps": 2000}
         chosen |= {"lr": 3e-3, "joint_lr": 1e-3, "every": 500}
