@@ -224,3 +224,12 @@ def test_bad_input(unchecked, x, options, message):
 def test_a_quantizer_of_another_shape_is_no_start():
     with pytest.raises(ValueError, match=r"init must have codebooks of shape \(4, 8, 4\)"):
         fit(data(), D, 8, init=quick(data()))
+
+
+def test_plain_pq_in_a_given_frame():
+    """R stays as it was given, and the codebooks are of the vectors that it turns."""
+    x, R = torch.randn(600, 8) * torch.linspace(3, 0.2, 8), givens.random_rotation(8, 5)
+    q = givens.fit(x, 2, 16, method="pq", init=R)
+    assert torch.equal(q.rotation, R)
+    turned = givens.fit(x @ R, 2, 16, method="pq", init="identity")
+    assert q.distortion(x) == pytest.approx(turned.distortion(x @ R), rel=1e-3)

@@ -238,7 +238,9 @@ class Run:
     ) -> tuple[float, Tensor, Tensor]:
         """Assign, measure, and move C and W: the distortion before, and both after."""
         rotates = self.method != "pq"
-        parts = (part @ W.mT if rotates else part for part in sample.chunks())
+        # PQ leaves R as it is, which is the identity unless another one was given.
+        turned_before = rotates or not torch.equal(W, torch.eye(len(W), device=W.device))
+        parts = (part @ W.mT if turned_before else part for part in sample.chunks())
         clusters = pass_over(parts, C, whole=rotates)
         turned = self.turned(clusters, W, at, len(sample)) if rotates else W
         if rotates:
