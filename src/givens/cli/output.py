@@ -6,13 +6,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 import givens
 from givens import files
+
+Engine = Literal["local", "ray"]
 
 
 @contextmanager
@@ -91,13 +93,19 @@ def check_output(path: Path, *sources: str | Path) -> None:
 
 
 def size(path: Path) -> str:
-    """A file's size, for people."""
-    count = float(path.stat().st_size)
+    """The size of a file or of a folder's files, for people."""
+    count = float(bytes_of(path))
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} GB"
+
+
+def bytes_of(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder."""
+    inside = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in inside)
 
 
 def check_device(name: str) -> torch.device:
