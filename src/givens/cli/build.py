@@ -87,7 +87,7 @@ def build(
     else:
         if kind not in (None, "ivfpq"):
             raise ValueError(f"--engine ray and --shards make an index of kind ivfpq, not {kind}")
-        out.check_output(output if not shards else output / "manifest.json", quantizer, *sources)
+        out.check_output(output, quantizer, *sources, folder=shards)
         N = _build_shards(q, sources, output, names, (engine, address, workers), about, keep=shards)
     spent, size = time.perf_counter() - began, out.bytes_of(output)
     typer.echo(

@@ -84,12 +84,13 @@ def write_record(path: Path, content: dict[str, Any]) -> Path:
     return beside
 
 
-def check_output(path: Path, *sources: str | Path) -> None:
+def check_output(path: Path, *sources: str | Path, folder: bool = False) -> None:
     """Find out before the work whether it can be written, and not over what it is made of."""
     for source in sources:
         if path.exists() and Path(source).exists() and path.samefile(source):
             raise ValueError(f"--output must not be {source}, which is read")
-    files.check_writable(path)
+    # A folder is written into, where it is there.
+    files.check_writable(path / "manifest.json" if folder and path.is_dir() else path)
 
 
 def size(path: Path) -> str:
