@@ -227,9 +227,21 @@ def load_index(path: str | Path, *, mapped: bool = False) -> Stored:
                 "program has changed it; if so, delete the record"
             )
     try:
-        return Stored(faiss.read_index(str(path), faiss.IO_FLAG_MMAP if mapped else 0), record)
+        index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP if mapped else 0)
+        if mapped and not _holds_lists(index, path):
+            index = faiss.read_index(str(path))
+        return Stored(index, record)
     except RuntimeError as error:
         raise ValueError(f"{path} is not a Faiss index: {_line(error)}") from error
+
+
+def _holds_lists(index: Any, path: str | Path) -> bool:
+    """Whether what Faiss mapped is in the index's own file.
+
+    Lists in a file beside it are on the disk anyway, and this flag leaves them without memory.
+    """
+    lists = faiss.downcast_InvertedLists(inverted(index).invlists) if inverted(index) else None
+    return getattr(lists, "filename", str(path)) == str(path)
 
 
 def inverted(index: Any) -> Any:

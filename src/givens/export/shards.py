@@ -101,16 +101,18 @@ def plan(sources: Sequence[str], dim: int) -> list[Job]:
     pieces: list[Piece] = []
     at, held = 0, 0
     for address in (file for source in sources for file in vectors.listed(source)):
-        stamp = vectors.stamp(address)
         x = vectors.read(address, "train")
+        stamp = vectors.stamp(address)
         if x.shape[1] != dim:
             raise ValueError(
                 f"{address} must have vectors of {dim} dimensions, but has {x.shape[1]}"
             )
+        # Workers have folders of their own.
+        where = address if vectors.is_remote(address) else str(Path(address).absolute())
         first = 0
         while first < len(x):
             stop = min(first + room - held, len(x))
-            pieces.append(Piece(address, first, stop, stamp))
+            pieces.append(Piece(where, first, stop, stamp))
             held, first = held + stop - first, stop
             if held == room:
                 jobs.append(Job(len(jobs), at, tuple(pieces)))
