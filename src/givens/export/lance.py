@@ -1,8 +1,8 @@
 """A Quantizer and its vectors as a Lance dataset with an IVF_PQ index of the same parts.
 
 Lance has no place for a rotation: the dataset holds rotated vectors, and `query` rotates queries.
-Where it is cosine, both are normalised and compared by L2, which orders unit vectors alike. By inner
-product Lance would encode the vectors themselves, and not the residuals our codebooks are for.
+Where it is cosine, both are normalised and compared by L2, which orders unit vectors alike. By
+inner product Lance would encode the vectors themselves, not the residuals our codebooks are for.
 """
 
 from collections.abc import Iterator, Mapping

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import mmap
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -262,11 +263,13 @@ def merge(
     index = empty_index(q, table=False)
     index.ntotal = inverted(index).ntotal = int(sizes.sum())
     record = {**about, "fingerprint": q.fingerprint, "vectors": index.ntotal}
+    began = time.perf_counter()
     with recording(path, record) as temporary:
         with temporary.open("wb", buffering=1 << 20) as file:
             file.write(_head(index, sizes))
             _copy_lists(opened, sizes, inverted(index).code_size, file, progress)
         _check_merged(temporary, sizes)
+        record["seconds"] = {**about.get("seconds", {}), "merge": time.perf_counter() - began}
 
 
 class _Lists:
