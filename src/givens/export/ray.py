@@ -7,6 +7,7 @@ whole or not at all, so that it does not matter how often.
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def _connected(address: str | None, workers: int | None) -> Iterator[None]:
         return
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
+        _knock(address)
         if address is None:
             ray.init(
                 num_cpus=workers or os.cpu_count(),
@@ -91,13 +93,20 @@ def _connected(address: str | None, workers: int | None) -> Iterator[None]:
             )
         else:
             ray.init(address=address, **quiet)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConnectionError(f"Ray does not start or answer at {address}: {reason}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        where = "does not start here" if address is None else f"does not answer at {address}"
+        raise ConnectionError(f"Ray {where}: {str(error).strip().splitlines()[0]}") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str | None) -> None:
+    """Find out in seconds, where Ray takes minutes, whether anyone is at host:port."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _result(ready: Any, job: Job) -> Shard:

@@ -41,7 +41,7 @@ from givens.quantizer import Quantizer, load
 KIND, FORMAT = "lists", 1
 MANIFEST, LOCK = "manifest.json", "lock"
 # Vectors of a shard, about: what a worker holds the codes of.
-ROWS = 1 << 20
+ROWS = 1 << 19
 ID = 8
 # Bytes of shards that are mapped before the system is told to forget them.
 WINDOW = 1 << 26
@@ -187,8 +187,13 @@ def building(folder: str | Path) -> Iterator[None]:
     if strange:
         raise ValueError(f"{folder} must be empty or hold shards, but has {min(strange)}")
     refusal = f"{folder} is being written by another build; wait for it, or take another --output"
-    with files.locked(folder / LOCK, refusal):
-        yield
+    try:
+        with files.locked(folder / LOCK, refusal):
+            yield
+    finally:
+        # A build that came to nothing leaves nothing.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def finish(
@@ -259,7 +264,7 @@ def merge(
     Memory: the quantizer, a buffer and a window of the shards, however many vectors there are.
     """
     opened = [_Lists(Path(folder) / shard.name) for shard in shards]
-    sizes: Ids = np.sum([lists.sizes for lists in opened], axis=0)
+    sizes = sum((lists.sizes for lists in opened), np.int64(0) * opened[0].sizes)
     index = empty_index(q, table=False)
     index.ntotal = inverted(index).ntotal = int(sizes.sum())
     record = {**about, "fingerprint": q.fingerprint, "vectors": index.ntotal}
@@ -281,20 +286,21 @@ class _Lists:
         size = path.stat().st_size
         start = size - last[1]
         self.path, self.at, self.size = path, start + last[0], size
-        self.sizes: Ids = np.fromfile(path, np.int64, (first[1] - first[0]) // 8, offset=start)
+        # Mapped: a thousand shards of many lists have many sizes.
+        shape = ((first[1] - first[0]) // 8,)
+        self.sizes: Ids = np.memmap(path, np.int64, "r", start + first[0], shape)
 
     def mapped(self, code_size: int) -> Any:
         """The lists for Faiss, read where they are."""
         lists: Any = faiss.OnDiskInvertedLists()
         lists.nlist, lists.code_size = len(self.sizes), code_size
         lists.filename, lists.totsize, lists.read_only = str(self.path), self.size, True
-        at = self.at
-        for size in self.sizes.tolist():
-            entry = faiss.OnDiskOneList()
-            entry.size = entry.capacity = size
-            entry.offset = at
-            lists.lists.push_back(entry)
-            at += size * (code_size + ID)
+        ends = self.at + np.cumsum(self.sizes) * (code_size + ID)
+        # Of each list Faiss keeps three numbers: size, capacity and offset.
+        starts = ends - self.sizes * (code_size + ID)
+        table = np.stack([self.sizes, self.sizes, starts], 1).astype(np.uint64)
+        lists.lists.resize(len(table))
+        faiss.memcpy(lists.lists.data(), faiss.swig_ptr(table), table.nbytes)
         lists.do_mmap()
         return lists
 
