@@ -448,15 +448,15 @@ def test_memory_does_not_grow_with_the_vectors(folder):
         "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
     )
     peaks = []
-    for rows in (1_000_000, 4_000_000):
+    for rows in (2_000_000, 8_000_000):
         table = np.lib.format.open_memmap("big.npy", "w+", np.uint8, (rows, n))
         table[:] = np.arange(n)
         del table
         build = ["build", "q.safetensors", "big.npy", "-o", f"big{rows}", "--shards"]
         done = subprocess.run([sys.executable, "-c", code, *build], capture_output=True, text=True)
         peaks.append(1024 * int(done.stdout.split()[-1]))
-    # Codes and ids of the 3 million more are 36 MB.
-    assert peaks[1] - peaks[0] < 15_000_000
+    # Codes and ids of the 6 million more are 72 MB; the allocator alone differs by 20 between runs.
+    assert peaks[1] - peaks[0] < 36_000_000
 
 
 def test_an_address_where_nobody_is(folder):
