@@ -14,7 +14,7 @@ import givens
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ["faiss", "lance", "ray", "matplotlib", "triton", "numba", "rustworkx", "typer", "rich"]
-HEAVY += ["h5py", "pyarrow"]
+HEAVY += ["h5py", "pyarrow", "fsspec"]
 
 
 def test_import_is_light():

@@ -161,6 +161,29 @@ def check_writable(path: str | Path) -> None:
         raise _NotMeantError
 
 
+@contextlib.contextmanager
+def locked(path: str | Path, refusal: str) -> Iterator[None]:
+    """Hold a lock file; a second holder is refused. The lock goes when its process does."""
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Between the two calls its holder may have taken the file away.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), Path(path).stat()):
+                    break
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise ValueError(refusal) from error
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        Path(path).unlink(missing_ok=True)
+        os.close(descriptor)
+
+
 def checksum(path: str | Path) -> str:
     """SHA-256 of a file."""
     with Path(path).open("rb") as file:

@@ -2,12 +2,13 @@
 
 `read` gives something with a shape and a dtype whose slices are arrays, for .npy, .fvecs, .bvecs,
 .ivecs, .hdf5 (the layout of ann-benchmarks), .parquet and .safetensors. A file with several tables
-takes the name of one after a colon: `glove.hdf5:test`.
+takes the name of one after a colon: `glove.hdf5:test`. A folder is its files, one after another; an
+address such as `s3://bucket/base.parquet` is read where it is (`givens.remote`).
 """
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,13 +42,20 @@ class Vectors(Protocol):
 
 
 def read(path: str | Path, part: str | None = None) -> Vectors:
-    """Open a file of vectors.
+    """Open a file of vectors, or a folder of them.
 
     Args:
         path: the file, with `:name` behind it for one of several tables.
         part: the table to take where the path names none and there are several.
     """
-    file, name = _split(path)
+    found = listed(path)
+    if found != [os.fspath(path)]:
+        return join(found, part)
+    if is_remote(path):
+        from givens import remote
+
+        return _checked(path, remote.read(os.fspath(path), part))
+    file, name = split(path)
     suffix = file.suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(f"{file} must end in one of {', '.join(SUFFIXES)}")
@@ -66,6 +74,52 @@ def read(path: str | Path, part: str | None = None) -> Vectors:
             vectors = Safetensors(file, name, part)
         case _:
             vectors = Hdf5(file, name, part)
+    return _checked(path, vectors)
+
+
+def join(paths: Sequence[str], part: str | None = None) -> Vectors:
+    """The vectors of several files, one after another."""
+    parts = [read(path, part) for path in paths]
+    for path, one in zip(paths, parts, strict=True):
+        if one.shape[1] != parts[0].shape[1]:
+            raise ValueError(
+                f"{path} must have vectors of {parts[0].shape[1]} dimensions as {paths[0]} has, "
+                f"but has {one.shape[1]}"
+            )
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def listed(path: str | Path) -> list[str]:
+    """The files of vectors in a folder, by name; a file is its own list."""
+    if is_remote(path):
+        from givens import remote
+
+        return remote.listed(os.fspath(path))
+    folder = Path(path)
+    if not folder.is_dir():
+        return [os.fspath(path)]
+    found = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
+    if not found:
+        raise ValueError(f"{path} has no files that end in one of {', '.join(SUFFIXES)}")
+    return list(map(os.fspath, found))
+
+
+def stamp(path: str) -> str:
+    """What changes when a file does: its size and time, or what its store says of it."""
+    if is_remote(path):
+        from givens import remote
+
+        return remote.stamp(path)
+    about = split(path)[0].stat()
+    return f"{about.st_size}:{about.st_mtime_ns}"
+
+
+def is_remote(path: str | Path) -> bool:
+    """Whether it is an address, as s3://bucket/base.npy."""
+    return isinstance(path, str) and "://" in path
+
+
+def _checked(path: str | Path, vectors: Vectors) -> Vectors:
     if len(vectors.shape) != 2 or 0 in vectors.shape or vectors.dtype.kind not in "fiu":
         raise ValueError(
             f"{path} must hold vectors of shape (N, n), but holds {vectors.dtype} "
@@ -135,6 +189,47 @@ class Mapped(File):
         return part
 
 
+class Joined(File):
+    """Vectors of several files, one after another."""
+
+    def __init__(self, parts: Sequence[Vectors]) -> None:
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
+        self.shape = (int(self.ends[-1]), parts[0].shape[1])
+        self.dtype = np.result_type(*{part.dtype for part in parts})
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(len(self)))
+        rows = np.asarray(rows)
+        out = np.empty((len(rows), self.shape[1]), self.dtype)
+        owners = np.searchsorted(self.ends, rows, side="right")
+        for owner in np.unique(owners):
+            here = np.flatnonzero(owners == owner)
+            part = self.parts[owner]
+            inside = rows[here] - (self.ends[owner] - len(part))
+            run = slice(int(inside[0]), int(inside[-1]) + 1)
+            whole = run.stop - run.start == len(inside) and (np.diff(inside) == 1).all()
+            # A run is read at once, where single rows might be gathered.
+            out[here] = part[run] if whole else part[inside]
+        return out
+
+
+class Range(File):
+    """The rows from `first` to `stop` of vectors."""
+
+    def __init__(self, vectors: Vectors, first: int, stop: int) -> None:
+        self.vectors, self.first = vectors, first
+        self.shape = (stop - first, vectors.shape[1])
+        self.dtype = vectors.dtype
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(len(self))
+            return self.vectors[self.first + start : self.first + stop]
+        return self.vectors[self.first + np.asarray(rows)]
+
+
 class Hdf5(File):
     """A table of an HDF5 file."""
 
@@ -154,7 +249,7 @@ class Hdf5(File):
 
     def __getitem__(self, rows: Any, /) -> Array:
         if not isinstance(rows, slice):
-            return _gathered(self, rows)
+            return gathered(self, rows)
         return np.asarray(self.table[rows])
 
 
@@ -176,7 +271,7 @@ class Safetensors(File):
 
     def __getitem__(self, rows: Any, /) -> Array:
         if not isinstance(rows, slice):
-            return _gathered(self, rows)
+            return gathered(self, rows)
         part: Tensor = self.tensor[rows]
         return (part.float() if part.dtype == torch.bfloat16 else part).numpy()
 
@@ -184,14 +279,16 @@ class Safetensors(File):
 class Parquet(File):
     """A column of lists, all of one length, read by row groups."""
 
-    def __init__(self, path: Path, name: str | None, part: str | None) -> None:
+    def __init__(
+        self, path: str | Path, name: str | None, part: str | None, source: Any = None
+    ) -> None:
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError as error:
             raise ImportError(f"{path} needs pyarrow: pip install 'givens[formats]'") from error
         try:
-            self.file = pq.ParquetFile(path)
+            self.file = pq.ParquetFile(source or path)
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(f"{path} is not a parquet file, or has lost its end") from error
         lists = [
@@ -236,7 +333,7 @@ class Parquet(File):
         return self.held[1]
 
 
-def _gathered(table: File, rows: Array) -> Array:
+def gathered(table: File, rows: Array) -> Array:
     """Rows of a table that can only be sliced, or is slow where it is not."""
     unique, inverse = np.unique(rows, return_inverse=True)
     parts = [table[0:0]]
@@ -246,7 +343,7 @@ def _gathered(table: File, rows: Array) -> Array:
     return np.concatenate(parts)[inverse]
 
 
-def _split(path: str | Path) -> tuple[Path, str | None]:
+def split(path: str | Path) -> tuple[Path, str | None]:
     """A file, and the name behind its colon."""
     text = os.fspath(path)
     file, colon, name = text.rpartition(":")
@@ -255,7 +352,7 @@ def _split(path: str | Path) -> tuple[Path, str | None]:
     return Path(text), None
 
 
-def _chosen(path: Path, known: list[str], name: str | None, part: str | None) -> str:
+def _chosen(path: str | Path, known: list[str], name: str | None, part: str | None) -> str:
     """The table asked for by name, else the usual one, else the only one."""
     if name is None:
         name = part if part in known else known[0] if len(known) == 1 else None

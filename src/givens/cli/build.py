@@ -1,22 +1,31 @@
 """`givens build`: codes of all vectors, in an index that Faiss serves."""
 
 import json
+import shutil
 import time
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 import numpy as np
 import typer
 
 from givens import vectors
 from givens.cli import output as out
-from givens.quantizer import load
+from givens.cli.output import Engine
+from givens.quantizer import Quantizer, load
 
 
 def build(
     quantizer: Annotated[Path, typer.Argument(help="A quantizer, from `givens fit`.")],
-    source: Annotated[str, typer.Argument(metavar="VECTORS", help="The vectors to index.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The index to write.")],
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="VECTORS...", help="The vectors to index: files, folders, addresses as s3://…"
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The index to write; a folder with --shards.")
+    ],
     kind: Annotated[
         str | None,
         typer.Option(
@@ -27,42 +36,110 @@ def build(
         str | None,
         typer.Option(help="File of integers to answer with instead of positions, one a vector."),
     ] = None,
+    engine: Annotated[str, typer.Option(help="local, or ray: by workers on many cores.")] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster; without one Ray starts on this machine.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Workers of Ray at once; all cores if left out.")
+    ] = None,
+    shards: Annotated[
+        bool, typer.Option("--shards", help="Leave a folder of shards, not merged into one file.")
+    ] = False,
 ) -> None:
     """Encode vectors into an index that Faiss loads, adds to and searches.
 
     Vectors are streamed: memory holds the index and a slice of them. The codes depend on nothing
     random. Beside the index goes INDEX.json: configuration, versions, fingerprint and checksum.
 
+    With --engine ray or --shards, memory holds one shard for each worker, however many vectors
+    there are, and a build that was stopped goes on when it is run again.
+
     Example: givens build q.safetensors base.fvecs -o index.faiss
     """
     began = time.perf_counter()
     if not quantizer.is_file():
         raise FileNotFoundError(f"there is no quantizer {quantizer}; make one with `givens fit`")
+    if engine not in get_args(Engine):
+        raise ValueError(f"--engine must be one of {', '.join(get_args(Engine))}, but got {engine}")
+    if engine == "local" and (address is not None or workers is not None):
+        raise ValueError("--address and --workers need --engine ray")
     q = load(quantizer)
-    x = vectors.read(source, "train")
     names = None if ids is None else read_ids(ids)
     from givens.export.faiss import Kind, save_index, to_faiss
 
-    out.check_output(output, quantizer, source)
-    with out.progress("encoding") as bar:
-        bar.start(len(x))
-        index = to_faiss(q, x, kind=cast(Kind | None, kind), ids=names, progress=bar.advance)
     about = out.record(
         _record(quantizer).get("seed"),
         "cpu",
         quantizer=quantizer,
-        vectors=source,
+        vectors=sources[0] if len(sources) == 1 else sources,
         kind=kind or ("pq" if q.coarse is None else "ivfpq"),
         ids="positions" if ids is None else ids,
     )
-    save_index(index, output, about)
-    spent = time.perf_counter() - began
+    if engine == "local" and not shards:
+        x = vectors.join([file for source in sources for file in vectors.listed(source)], "train")
+        out.check_output(output, quantizer, *sources)
+        with out.progress("encoding") as bar:
+            bar.start(len(x))
+            index = to_faiss(q, x, kind=cast(Kind | None, kind), ids=names, progress=bar.advance)
+        save_index(index, output, about)
+        N = len(x)
+    else:
+        if kind not in (None, "ivfpq"):
+            raise ValueError(f"--engine ray and --shards make an index of kind ivfpq, not {kind}")
+        out.check_output(output, quantizer, *sources, folder=shards)
+        N = _build_shards(q, sources, output, names, (engine, address, workers), about, keep=shards)
+    spent, size = time.perf_counter() - began, out.bytes_of(output)
     typer.echo(
-        f"Indexed {len(x):,} vectors of {x.shape[1]} in {spent:.1f} s: {q}\n"
-        f"Written: {output} ({out.size(output)}, {output.stat().st_size / len(x):.1f} bytes a "
-        f"vector), {output}.json\n"
+        f"Indexed {N:,} vectors of {q.dim} in {spent:.1f} s: {q}\n"
+        f"Written: {output} ({out.size(output)}, {size / N:.1f} bytes a vector)"
+        f"{'' if shards else f', {output}.json'}\n"
         f"Next: givens search {output} QUERIES -k 10"
     )
+
+
+def _build_shards(
+    q: Quantizer,
+    sources: list[str],
+    output: Path,
+    names: Any,
+    how: tuple[str, str | None, int | None],
+    about: dict[str, Any],
+    *,
+    keep: bool,
+) -> int:
+    """Shards in a folder, which is the index or is merged into it; the number of vectors."""
+    from givens.export import shards
+    from givens.export.faiss import checked_ids
+
+    if q.coarse is None:
+        raise ValueError("shards are of inverted lists: the quantizer needs coarse centroids")
+    engine, address, workers = how
+    encode: Any = shards.encode_here
+    options: dict[str, Any] = {}
+    if engine == "ray":
+        from givens.export.ray import encode_on_ray
+
+        encode, options = encode_on_ray, {"address": address, "workers": workers}
+    jobs = shards.plan(sources, q.dim)
+    N = sum(job.rows for job in jobs)
+    ids = None if names is None else checked_ids(names, N)
+    folder = output if keep else output.with_name(output.name + ".parts")
+    began = time.perf_counter()
+    with shards.building(folder):
+        with out.progress("encoding") as bar:
+            bar.start(N)
+            made = encode(q, jobs, folder, ids=ids, progress=bar.advance, **options)
+        encoded = time.perf_counter()
+        about |= {"engine": engine, "seconds": {"encode": encoded - began}}
+        if keep:
+            shards.finish(q, made, folder, about)
+            return N
+        with out.progress("merging") as bar:
+            bar.start(N)
+            shards.merge(q, made, folder, output, about, bar.advance)
+        shutil.rmtree(folder)
+    return N
 
 
 def read_ids(path: str) -> Any:

@@ -10,7 +10,7 @@ import typer
 
 from givens import files, vectors
 from givens.cli import output as out
-from givens.cli.search import batches, check_queries
+from givens.cli.search import batches, check_queries, open_index
 
 KS = (1, 10, 100)
 LEAST_SECONDS, MOST_PASSES = 0.2, 10
@@ -19,7 +19,9 @@ ENOUGH = 0.99
 
 
 def evaluate(
-    index: Annotated[Path, typer.Argument(help="An index, from `givens build` or Faiss.")],
+    index: Annotated[
+        Path, typer.Argument(help="An index, from `givens build` or Faiss, or a folder of shards.")
+    ],
     queries: Annotated[str, typer.Argument(help="The query vectors.")],
     groundtruth: Annotated[
         str, typer.Option(help="File of the queries' true neighbours, nearest first.")
@@ -28,6 +30,9 @@ def evaluate(
         "evaluation"
     ),
     threads: Annotated[int, typer.Option(help="Threads of Faiss; 0 is all.")] = 0,
+    mapped: Annotated[
+        bool, typer.Option("--mmap", help="Leave inverted lists on the disk; read what is needed.")
+    ] = False,
 ) -> None:
     """Measure an index: recall@k, 1-recall@k, queries a second, bytes a vector.
 
@@ -37,9 +42,9 @@ def evaluate(
 
     Example: givens evaluate index.faiss queries.fvecs --groundtruth groundtruth.ivecs
     """
-    from givens.export.faiss import code_size, inverted, load_index
+    from givens.export.faiss import code_size, inverted
 
-    stored = load_index(index)
+    stored = open_index(index, mapped=mapped)
     asked = vectors.read(queries, "test")
     truth = vectors.read(groundtruth, "neighbors")[:]
     if len(truth) != len(asked) or truth.dtype.kind not in "iu":
@@ -60,7 +65,7 @@ def evaluate(
     written = [output / "rows.json"]
     about = out.record(None, "cpu", index=index, queries=queries, groundtruth=groundtruth)
     code = code_size(stored.index)
-    whole = index.stat().st_size / stored.index.ntotal
+    whole = out.bytes_of(index) / stored.index.ntotal
     files.write_json(
         written[0],
         {**about, "rows": rows, "bytes_a_vector": {"code": code, "file": whole}},

@@ -6,7 +6,11 @@ from typing import Annotated, Any
 import typer
 
 from givens import files, vectors
+from givens.cli.search import open_index
 from givens.quantizer import KIND, Quantizer, load
+
+# Of a folder of shards; `givens.export.shards` needs Faiss.
+MANIFEST = "manifest.json"
 
 
 def inspect(
@@ -19,6 +23,8 @@ def inspect(
     path = Path(file)
     if path.suffix == ".safetensors" and path.is_file() and _is_givens(path):
         rows = _quantizer(path)
+    elif (path / MANIFEST).is_file():
+        rows = _index(path)
     elif Path(file.rpartition(":")[0] or file).suffix in vectors.SUFFIXES or not path.is_file():
         rows = _vectors(file)
     else:
@@ -44,13 +50,14 @@ def _quantizer(path: Path) -> dict[str, Any]:
 
 
 def _index(path: Path) -> dict[str, Any]:
-    from givens.export.faiss import code_size, from_faiss, inverted, load_index
+    from givens.export.faiss import code_size, from_faiss, inverted
 
-    stored = load_index(path)
+    stored = open_index(path)
     index, lists = stored.index, inverted(stored.index)
+    form = "folder of shards" if path.is_dir() else "Faiss index"
     whole = "as recorded" if stored.record else "without a record to check it by"
     rows = {
-        "file": f"Faiss index ({type(index).__name__}), {whole}",
+        "file": f"{form} ({type(index).__name__}), {whole}",
         "vectors": f"{index.ntotal:,}",
         "bytes a vector": f"{code_size(index)} of code",
     }
@@ -59,7 +66,8 @@ def _index(path: Path) -> dict[str, Any]:
     rows |= _parts(from_faiss(index))
     if stored.record is not None:
         belongs = stored.record.get("fingerprint") == rows["fingerprint"]
-        rows["record"] = f"{path.name}.json" + ("" if belongs else ", of another quantizer")
+        beside = MANIFEST if path.is_dir() else f"{path.name}.json"
+        rows["record"] = beside + ("" if belongs else ", of another quantizer")
         rows |= {
             name: stored.record[name] for name in ("seed", "written") if stored.record.get(name)
         }

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 import givens
 from givens import files
+
+Engine = Literal["local", "ray"]
 
 
 @contextmanager
@@ -82,22 +84,29 @@ def write_record(path: Path, content: dict[str, Any]) -> Path:
     return beside
 
 
-def check_output(path: Path, *sources: str | Path) -> None:
+def check_output(path: Path, *sources: str | Path, folder: bool = False) -> None:
     """Find out before the work whether it can be written, and not over what it is made of."""
     for source in sources:
         if path.exists() and Path(source).exists() and path.samefile(source):
             raise ValueError(f"--output must not be {source}, which is read")
-    files.check_writable(path)
+    # A folder is written into, where it is there.
+    files.check_writable(path / "manifest.json" if folder and path.is_dir() else path)
 
 
 def size(path: Path) -> str:
-    """A file's size, for people."""
-    count = float(path.stat().st_size)
+    """The size of a file or of a folder's files, for people."""
+    count = float(bytes_of(path))
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} GB"
+
+
+def bytes_of(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder."""
+    inside = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in inside)
 
 
 def check_device(name: str) -> torch.device:

@@ -18,7 +18,9 @@ BATCH = 1024
 
 
 def search(
-    index: Annotated[Path, typer.Argument(help="An index, from `givens build` or Faiss.")],
+    index: Annotated[
+        Path, typer.Argument(help="An index, from `givens build` or Faiss, or a folder of shards.")
+    ],
     queries: Annotated[str, typer.Argument(help="The query vectors.")],
     k: Annotated[int, typer.Option("-k", help="Neighbours of each query.")] = 10,
     output: Annotated[
@@ -38,6 +40,9 @@ def search(
     ids: Annotated[
         str | None, typer.Option(help="The --ids that the index was built with, for --rerank.")
     ] = None,
+    mapped: Annotated[
+        bool, typer.Option("--mmap", help="Leave inverted lists on the disk; read what is needed.")
+    ] = False,
 ) -> None:
     """Find the nearest neighbours of queries.
 
@@ -45,14 +50,14 @@ def search(
 
     Example: givens search index.faiss queries.fvecs -k 10 --rerank base.fvecs -o neighbours.npy
     """
-    from givens.export.faiss import from_faiss, load_index
+    from givens.export.faiss import from_faiss
 
     for path in (output, scores):
         if path is not None:
             if path.suffix != ".npy":
                 raise ValueError(f"{path} must end in .npy")
             out.check_output(path, index, queries, rerank or index)
-    stored = load_index(index)
+    stored = open_index(index, mapped=mapped)
     asked = vectors.read(queries, "test")
     check_queries(stored.index, asked, k)
     set_nprobe(stored.index, nprobe)
@@ -99,6 +104,17 @@ def search(
         out.write_record(output, {**about, "seconds": spent})
         typer.echo(f"Written: {output}, {output}.json")
         typer.echo(f"Next: givens evaluate {index} {queries} --groundtruth FILE")
+
+
+def open_index(path: Path, *, mapped: bool = False) -> Any:
+    """An index from a file, or from a folder of shards."""
+    if path.is_dir():
+        from givens.export.shards import load_shards
+
+        return load_shards(path)
+    from givens.export.faiss import load_index
+
+    return load_index(path, mapped=mapped)
 
 
 def check_queries(index: Any, queries: vectors.Vectors, k: int) -> None:

@@ -73,6 +73,21 @@ def to_faiss(
         progress: is told of how many vectors were done, each time some were; of halves of them
             where they are read twice.
     """
+    index = empty_index(q, kind)
+    if ids is not None and q.coarse is None:
+        index = faiss.IndexIDMap2(index)
+    if vectors is not None:
+        _add(index, _core(index), q, Source(vectors, q.dim, ids, progress))
+    elif ids is not None:
+        raise ValueError("ids must come with vectors, but got no vectors")
+    return index
+
+
+def empty_index(q: Quantizer, kind: Kind | None = None, *, table: bool = True) -> Any:
+    """A Faiss index with the quantizer's parts and no vectors.
+
+    The table lets an inverted file search faster and takes up to 2 GB: not for one that is written.
+    """
     kind = kind or ("pq" if q.coarse is None else "ivfpq")
     _check_kind(q, kind)
     metric = faiss.METRIC_L2 if q.metric == "l2" else faiss.METRIC_INNER_PRODUCT
@@ -91,15 +106,9 @@ def to_faiss(
     linear = faiss.LinearTransform(n, n, False)
     linear.is_trained = True
     index: Any = faiss.IndexPreTransform(linear, core)
-    replace_parts(index, q)
+    replace_parts(index, q, table=table)
     if q.metric == "cosine":
         index.prepend_transform(faiss.NormalizationTransform(n, 2.0))
-    if ids is not None and q.coarse is None:
-        index = faiss.IndexIDMap2(index)
-    if vectors is not None:
-        _add(index, core, q, Source(vectors, q.dim, ids, progress))
-    elif ids is not None:
-        raise ValueError("ids must come with vectors, but got no vectors")
     return index
 
 
@@ -165,23 +174,33 @@ def fit_opq(
 
 
 def save_index(index: Any, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
-    """Write an index and, beside it in `path.json`, its record: fingerprint, checksum and `about`.
-
-    The record goes first and keeps the old one until the index is in its place, so that whenever
-    the process stops there is an index and a record that belong together.
-    """
-    record_path = _record_path(path)
-    with files.replacing(path) as temporary:
+    """Write an index and, beside it in `path.json`, its record with `about` in it."""
+    record = {
+        **(about or {}),
+        "fingerprint": from_faiss(index).fingerprint,
+        "vectors": index.ntotal,
+    }
+    with recording(path, record) as temporary:
         try:
             faiss.write_index(index, str(temporary))
         except RuntimeError as error:
             # Faiss's own words end in the system's: "… (No space left on device)".
             reason = re.search(r"\(([^()]*)\)\s*$", str(error))
             raise OSError(f"{path}: {reason[1] if reason else _line(error)}") from error
-        record = {
-            **(about or {}),
-            "fingerprint": from_faiss(index).fingerprint,
-            "vectors": index.ntotal,
+
+
+@contextlib.contextmanager
+def recording(path: str | Path, record: Mapping[str, Any]) -> Iterator[Path]:
+    """A temporary file that becomes the index at `path`, with its record beside it.
+
+    The record goes first and keeps the old one until the index is in its place, so that whenever
+    the process stops there is an index and a record that belong together.
+    """
+    record_path = _record_path(path)
+    with files.replacing(path) as temporary:
+        yield temporary
+        whole = {
+            **record,
             "checksum": files.checksum(temporary),
             "givens": givens.__version__,
             "faiss": faiss.__version__,
@@ -190,12 +209,15 @@ def save_index(index: Any, path: str | Path, about: Mapping[str, Any] | None = N
         # A damaged record is no reason to keep it.
         with contextlib.suppress(ValueError):
             previous = _records(path)
-        files.write_json(record_path, {**record, "previous": previous})
-    files.write_json(record_path, record)
+        files.write_json(record_path, {**whole, "previous": previous})
+    files.write_json(record_path, whole)
 
 
-def load_index(path: str | Path) -> Stored:
-    """Read an index and its record. One whose bytes are not as recorded is refused."""
+def load_index(path: str | Path, *, mapped: bool = False) -> Stored:
+    """Read an index and its record. One whose bytes are not as recorded is refused.
+
+    With `mapped`, inverted lists stay on the disk and are read where a search needs them.
+    """
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no index {path}; make one with `givens build`")
     record = None
@@ -208,9 +230,21 @@ def load_index(path: str | Path) -> Stored:
                 "program has changed it; if so, delete the record"
             )
     try:
-        return Stored(faiss.read_index(str(path)), record)
+        index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP if mapped else 0)
+        if mapped and not _holds_lists(index, path):
+            index = faiss.read_index(str(path))
+        return Stored(index, record)
     except RuntimeError as error:
         raise ValueError(f"{path} is not a Faiss index: {_line(error)}") from error
+
+
+def _holds_lists(index: Any, path: str | Path) -> bool:
+    """Whether what Faiss mapped is in the index's own file.
+
+    Lists in a file beside it are on the disk anyway, and this flag leaves them without memory.
+    """
+    lists = faiss.downcast_InvertedLists(inverted(index).invlists) if inverted(index) else None
+    return getattr(lists, "filename", str(path)) == str(path)
 
 
 def inverted(index: Any) -> Any:
@@ -236,7 +270,7 @@ def _check_kind(q: Quantizer, kind: str) -> None:
         raise ValueError(f"kind {kind!r} needs 16 codewords, but got {q.codewords}")
 
 
-def replace_parts(index: Any, q: Quantizer) -> None:
+def replace_parts(index: Any, q: Quantizer, *, table: bool = True) -> None:
     """Give an index the rotation, codebooks and centroids of q; its codes stay as they are."""
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexIDMap):
@@ -252,7 +286,8 @@ def replace_parts(index: Any, q: Quantizer) -> None:
     if q.coarse is not None:
         core.quantizer.reset()
         core.quantizer.add(q.coarse.cpu().numpy())
-        core.precompute_table()
+        if table:
+            core.precompute_table()
 
 
 class Source:
@@ -263,19 +298,22 @@ class Source:
         vectors: Any,
         dim: int,
         ids: npt.ArrayLike | None,
-        progress: Callable[[float], object] | None,
+        progress: Callable[[float], object] | None = None,
+        *,
+        first: int = 0,
     ) -> None:
+        """Look at shapes and ids; `first` is where the vectors begin among more of them."""
         if len(vectors.shape) != 2 or vectors.shape[1] != dim:
             raise ValueError(f"vectors must have shape (N, {dim}), but got {tuple(vectors.shape)}")
-        self.vectors, self.progress = vectors, progress
-        self.ids = None if ids is None else _checked_ids(ids, len(vectors))
+        self.vectors, self.progress, self.first = vectors, progress, first
+        self.ids = None if ids is None else checked_ids(ids, len(vectors))
 
     def slices(self, weight: float = 1.0) -> Iterator[tuple[Tensor, npt.NDArray[np.int64] | None]]:
         """Vectors in float32 and their ids, told of afterwards as this part of the work."""
         at = 0
-        for part in chunks(self.vectors, BUFFER // self.vectors.shape[1]):
+        for part in chunks(self.vectors, slice_rows(self.vectors.shape[1])):
             if not part.isfinite().all():
-                row = at + int((~part.isfinite().all(1)).nonzero()[0])
+                row = self.first + at + int((~part.isfinite().all(1)).nonzero()[0])
                 raise ValueError(
                     f"vectors must be finite, but row {row} has NaN or infinite values"
                 )
@@ -326,7 +364,13 @@ def _add_to_lists(core: Any, q: Quantizer, source: Source) -> None:
             core.add_core(len(part), *pointers, None)
 
 
-def _checked_ids(ids: npt.ArrayLike, N: int) -> npt.NDArray[np.int64]:
+def slice_rows(dim: int) -> int:
+    """Vectors that are encoded at once."""
+    return max(BUFFER // dim, 1)
+
+
+def checked_ids(ids: npt.ArrayLike, N: int) -> npt.NDArray[np.int64]:
+    """Ids as Faiss takes them: N different integers, none negative."""
     names = np.asarray(ids)
     if names.shape != (N,) or names.dtype.kind not in "iu":
         raise ValueError(

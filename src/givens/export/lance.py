@@ -1,0 +1,131 @@
+"""A Quantizer and its vectors as a Lance dataset with an IVF_PQ index of the same parts.
+
+Lance has no place for a rotation: the dataset holds rotated vectors, and `query` rotates queries.
+Where it is cosine, both are normalised and compared by L2, which orders unit vectors alike. By
+inner product Lance would encode the vectors themselves, not the residuals our codebooks are for.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from givens.export.faiss import FAR, Source, checked_ids
+from givens.quantizer import Quantizer
+
+try:
+    import lance
+    import pyarrow as pa
+except ImportError as error:
+    raise ImportError("a Lance dataset needs lance: pip install 'givens[lance]'") from error
+
+VECTOR, ID = "vector", "id"
+
+
+def to_lance(
+    q: Quantizer,
+    vectors: Any,
+    uri: str,
+    *,
+    payload: pa.Table | Mapping[str, Any] | None = None,
+    ids: npt.ArrayLike | None = None,
+    mode: Literal["create", "overwrite"] = "create",
+) -> Any:
+    """Write a Lance dataset of rotated vectors, ids and payload, with its index, and open it.
+
+    Args:
+        q: the quantizer, with coarse centroids.
+        vectors: (N, n), a tensor, an array or a file from `givens.vectors.read`, streamed.
+        uri: a folder, or an address that Lance writes to.
+        payload: columns of N values to keep beside the vectors.
+        ids: (N,) integers, the vectors' positions unless given.
+        mode: "overwrite" makes a new version of a dataset that is there.
+    """
+    if q.coarse is None:
+        raise ValueError("an IVF_PQ index needs coarse centroids, but this quantizer has none")
+    if q.metric == "ip":
+        raise ValueError("metric must be 'l2' or 'cosine' for Lance, but got 'ip'")
+    N = len(vectors)
+    names = np.arange(N) if ids is None else checked_ids(ids, N)
+    columns = _columns(payload, N)
+    source = Source(vectors, q.dim, names)
+    fields = [
+        pa.field(ID, pa.int64()),
+        pa.field(VECTOR, pa.list_(pa.float32(), q.dim)),
+        *columns.schema,
+    ]
+    schema = pa.schema(fields)
+    reader = pa.RecordBatchReader.from_batches(schema, _batches(q, source, columns, schema))
+    dataset = lance.write_dataset(reader, uri, mode=mode)
+    nbits = 4 if q.codewords <= 16 else 8
+    codebooks = np.full((q.subspaces, 1 << nbits, q.dim // q.subspaces), FAR, np.float32)
+    codebooks[:, : q.codewords] = q.codebooks.cpu().numpy()
+    return dataset.create_index(
+        VECTOR,
+        "IVF_PQ",
+        metric="L2",
+        num_partitions=len(q.coarse),
+        ivf_centroids=q.coarse.cpu().numpy(),
+        num_sub_vectors=q.subspaces,
+        num_bits=nbits,
+        pq_codebook=codebooks,
+    )
+
+
+def query(
+    dataset: Any,
+    q: Quantizer,
+    queries: Any,
+    k: int = 10,
+    *,
+    nprobes: int = 16,
+    refine: int | None = None,
+    columns: list[str] | None = None,
+) -> pa.Table:
+    """The k nearest rows of each query (M, n), one query after another, the nearest first.
+
+    Args:
+        dataset: from `to_lance`, or its address.
+        q: the quantizer that it was made with.
+        queries: as they are; they are rotated here.
+        k: rows of each query.
+        nprobes: lists to look into.
+        refine: rank refine·k candidates again by the stored vectors.
+        columns: of the payload, beside `query`, `id` and `_distance`.
+    """
+    opened = lance.dataset(dataset) if isinstance(dataset, str) else dataset
+    asked = q.rotate(torch.as_tensor(queries, dtype=torch.float32, device=q.rotation.device))
+    found = []
+    for number, one in enumerate(asked.cpu().numpy()):
+        nearest: dict[str, Any] = {"column": VECTOR, "q": one, "k": k, "nprobes": nprobes}
+        if refine is not None:
+            nearest["refine_factor"] = refine
+        table = opened.to_table(columns=[ID, *(columns or []), "_distance"], nearest=nearest)
+        place = pa.array(np.full(len(table), number))
+        found.append(table.add_column(0, "query", place))
+    return pa.concat_tables(found)
+
+
+def _columns(payload: pa.Table | Mapping[str, Any] | None, N: int) -> pa.Table:
+    columns = payload if isinstance(payload, pa.Table) else pa.table(dict(payload or {}))
+    for name in columns.column_names:
+        if name in (ID, VECTOR):
+            raise ValueError(f"payload must not have a column {name!r}, which is the dataset's own")
+    if columns.num_columns and columns.num_rows != N:
+        raise ValueError(f"payload must have {N} rows, one a vector, but got {columns.num_rows}")
+    return columns
+
+
+def _batches(
+    q: Quantizer, source: Source, columns: pa.Table, schema: pa.Schema
+) -> Iterator[pa.RecordBatch]:
+    at = 0
+    for part, names in source.slices():
+        Y = q.rotate(part.to(q.rotation.device)).cpu().numpy()
+        flat = pa.FixedSizeListArray.from_arrays(pa.array(Y.reshape(-1)), q.dim)
+        rest = columns.slice(at, len(part)).combine_chunks()
+        values = [chunked.combine_chunks() for chunked in rest.columns]
+        yield pa.record_batch([pa.array(names), flat, *values], schema=schema)
+        at += len(part)

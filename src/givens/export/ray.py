@@ -1,0 +1,130 @@
+"""Shards encoded by Ray: on this machine, or on a cluster that shares the folder they go to.
+
+A job is a task of its own. Ray runs it again where its worker was killed, and a shard is written
+whole or not at all, so that it does not matter how often.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from givens.export.shards import Ids, Job, Progress, Shard, encode, ids_of
+from givens.quantizer import Quantizer
+
+try:
+    import ray
+except ImportError as error:
+    raise ImportError("--engine ray needs ray: pip install 'givens[ray]'") from error
+
+# The quantizer and some ids are all that goes through it.
+OBJECT_STORE = 128 << 20
+# Workers of one job that may die before the build gives up.
+RETRIES = 3
+
+
+def encode_on_ray(
+    q: Quantizer,
+    jobs: Sequence[Job],
+    folder: str | Path,
+    *,
+    ids: Ids | None = None,
+    address: str | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> list[Shard]:
+    """Write all shards, each by a worker of one core.
+
+    Args:
+        q: the quantizer.
+        jobs: from `shards.plan`; their addresses must mean the same files on all machines.
+        folder: where the shards go, the same on all machines.
+        ids: (N,) of all vectors, instead of their positions.
+        address: of a running cluster; none starts Ray on this machine, for this call.
+        workers: jobs at once, all cores if left out.
+        progress: is told of vectors that are done.
+    """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, but got {workers}")
+    with _connected(address, workers):
+        at_once = workers or int(ray.cluster_resources().get("CPU", 1))
+        task = ray.remote(num_cpus=1, max_retries=RETRIES)(encode)
+        shared = ray.put(q.to("cpu"))
+        where = str(Path(folder).resolve())
+        waiting = iter(jobs)
+        running: dict[Any, Job] = {}
+        done: dict[int, Shard] = {}
+        try:
+            while len(done) < len(jobs):
+                # A few at a time: the ids of each lie in Ray's memory until it is done.
+                for job in waiting:
+                    running[task.remote(shared, job, where, ids_of(job, ids))] = job
+                    if len(running) >= 2 * at_once:
+                        break
+                for ready in ray.wait(list(running))[0]:
+                    job = running.pop(ready)
+                    done[job.number] = _result(ready, job)
+                    if progress is not None:
+                        progress(job.rows)
+        finally:
+            for left in running:
+                ray.cancel(left)
+    return [done[job.number] for job in jobs]
+
+
+@contextlib.contextmanager
+def _connected(address: str | None, workers: int | None) -> Iterator[None]:
+    """Ray as the caller has it, at the address, or started for the while."""
+    if ray.is_initialized():
+        yield
+        return
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        _knock(address)
+        if address is None:
+            ray.init(
+                num_cpus=workers or os.cpu_count(),
+                object_store_memory=OBJECT_STORE,
+                include_dashboard=False,
+                **quiet,
+            )
+        else:
+            ray.init(address=address, **quiet)
+    except (OSError, ValueError, RuntimeError) as error:
+        where = "does not start here" if address is None else f"does not answer at {address}"
+        raise ConnectionError(f"Ray {where}: {str(error).strip().splitlines()[0]}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _knock(address: str | None) -> None:
+    """Find out in seconds, where Ray takes minutes, whether anyone is at host:port."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def _result(ready: Any, job: Job) -> Shard:
+    rows = f"rows {job.first} to {job.first + job.rows - 1}"
+    try:
+        shard: Shard = ray.get(ready)
+    except ray.exceptions.RayTaskError as error:
+        # What the job itself had to say, without Ray's traceback around it.
+        raise error.cause from None
+    except ray.exceptions.OutOfMemoryError:
+        raise MemoryError(
+            f"workers ran out of memory at {rows}; take fewer --workers and run it again, "
+            "it goes on where it was"
+        ) from None
+    except ray.exceptions.RayError as error:
+        reason = type(error).__name__
+        raise ChildProcessError(
+            f"a worker died {RETRIES + 1} times at {rows} ({reason}); "
+            "run it again, it goes on where it was"
+        ) from None
+    return shard

@@ -1,0 +1,413 @@
+"""Inverted lists in shards: encoded apart, searched together, merged into one Faiss index.
+
+    FOLDER/00000-….lists          codes and ids of some rows, list by list as Faiss lays them out
+    FOLDER/quantizer-….safetensors
+    FOLDER/manifest.json          last: which of them are the index, with their checksums
+
+A shard's name and header say what it is made of, the quantizer's fingerprint and the state of the
+files it was read from. So a build that was stopped goes on where it was, and a new one beside an
+old one leaves the old one whole until the manifest is replaced.
+
+Shards are cut at the slices that `to_faiss` encodes at once, and keep the order of rows: merged,
+they are the file that `to_faiss` and Faiss would have written, byte for byte.
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from givens import files, vectors
+from givens.export.faiss import (
+    Source,
+    Stored,
+    empty_index,
+    inverted,
+    recording,
+    slice_rows,
+)
+from givens.quantizer import Quantizer, load
+
+KIND, FORMAT = "lists", 1
+MANIFEST, LOCK = "manifest.json", "lock"
+# Vectors of a shard, about: what a worker holds the codes of.
+ROWS = 1 << 19
+ID = 8
+# Bytes of shards that are mapped before the system is told to forget them.
+WINDOW = 1 << 26
+
+Ids = npt.NDArray[np.int64]
+Progress = Callable[[float], object]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one file, and the file's state when the build was planned."""
+
+    address: str
+    first: int
+    stop: int
+    stamp: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """The rows of a shard: where they begin among all, and in which files they are."""
+
+    number: int
+    first: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return sum(piece.stop - piece.first for piece in self.pieces)
+
+    def read(self) -> vectors.Vectors:
+        """The vectors, from files that are still as they were."""
+        for piece in self.pieces:
+            if vectors.stamp(piece.address) != piece.stamp:
+                raise ValueError(f"{piece.address} has changed since the build began; run it again")
+        parts = [
+            vectors.Range(vectors.read(piece.address, "train"), piece.first, piece.stop)
+            for piece in self.pieces
+        ]
+        return vectors.Joined(parts)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A finished shard, as the manifest names it."""
+
+    name: str
+    vectors: int
+    checksum: str
+
+
+def plan(sources: Sequence[str], dim: int) -> list[Job]:
+    """Cut the vectors of all files into shards."""
+    slices = slice_rows(dim)
+    room = max(ROWS // slices, 1) * slices
+    jobs: list[Job] = []
+    pieces: list[Piece] = []
+    at, held = 0, 0
+    for address in (file for source in sources for file in vectors.listed(source)):
+        x = vectors.read(address, "train")
+        stamp = vectors.stamp(address)
+        if x.shape[1] != dim:
+            raise ValueError(
+                f"{address} must have vectors of {dim} dimensions, but has {x.shape[1]}"
+            )
+        # Workers have folders of their own.
+        where = address if vectors.is_remote(address) else str(Path(address).absolute())
+        first = 0
+        while first < len(x):
+            stop = min(first + room - held, len(x))
+            pieces.append(Piece(where, first, stop, stamp))
+            held, first = held + stop - first, stop
+            if held == room:
+                jobs.append(Job(len(jobs), at, tuple(pieces)))
+                at, held, pieces = at + held, 0, []
+    if pieces:
+        jobs.append(Job(len(jobs), at, tuple(pieces)))
+    return jobs
+
+
+def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -> Shard:
+    """Write the shard of a job, unless it is there and whole.
+
+    Memory: a slice of vectors, and the shard's codes and ids three times at most.
+    """
+    claim = {
+        "fingerprint": q.fingerprint,
+        "job": hashlib.sha256(json.dumps(astuple(job)).encode()).hexdigest(),
+        "ids": None if ids is None else hashlib.sha256(ids.tobytes()).hexdigest(),
+        "format": FORMAT,
+    }
+    key = hashlib.sha256(json.dumps(claim).encode()).hexdigest()[:12]
+    path = Path(folder) / f"{job.number:05d}-{key}.lists"
+    if not _is_whole(path, claim):
+        source = Source(
+            job.read(),
+            q.dim,
+            np.arange(job.first, job.first + job.rows) if ids is None else ids,
+            first=job.first,
+        )
+        sizes, lists = _lists(q, source)
+        tensors = {"sizes": torch.from_numpy(sizes), "lists": torch.from_numpy(lists)}
+        files.save(path, KIND, tensors, claim)
+    return Shard(path.name, job.rows, files.checksum(path))
+
+
+def encode_here(
+    q: Quantizer,
+    jobs: Sequence[Job],
+    folder: str | Path,
+    *,
+    ids: Ids | None = None,
+    progress: Progress | None = None,
+) -> list[Shard]:
+    """Write all shards in this process, one after another."""
+    shards = []
+    for job in jobs:
+        shards.append(encode(q, job, folder, ids_of(job, ids)))
+        if progress is not None:
+            progress(job.rows)
+    return shards
+
+
+def ids_of(job: Job, ids: Ids | None) -> Ids | None:
+    """The ids of a job's rows, among those of all."""
+    return None if ids is None else ids[job.first : job.first + job.rows]
+
+
+@contextlib.contextmanager
+def building(folder: str | Path) -> Iterator[None]:
+    """Be the only build in a folder, which is made where there is none."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} must be a folder for shards, but is a file")
+    folder.mkdir(exist_ok=True)
+    ours = {LOCK, MANIFEST}
+    strange = [
+        path.name
+        for path in folder.iterdir()
+        if path.name not in ours and not _is_ours(path) and not path.name.endswith(".tmp")
+    ]
+    if strange:
+        raise ValueError(f"{folder} must be empty or hold shards, but has {min(strange)}")
+    refusal = f"{folder} is being written by another build; wait for it, or take another --output"
+    try:
+        with files.locked(folder / LOCK, refusal):
+            yield
+    finally:
+        # A build that came to nothing leaves nothing.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def finish(
+    q: Quantizer, shards: Sequence[Shard], folder: str | Path, about: Mapping[str, Any]
+) -> None:
+    """Make shards the index in their folder: the manifest, and what belongs to no index goes."""
+    folder = Path(folder)
+    name = f"quantizer-{q.fingerprint[:12]}.safetensors"
+    q.save(folder / name)
+    manifest = {
+        **about,
+        "kind": KIND,
+        "format": FORMAT,
+        "quantizer": name,
+        "fingerprint": q.fingerprint,
+        "vectors": sum(shard.vectors for shard in shards),
+        "shards": [shard.__dict__ for shard in shards],
+    }
+    files.write_json(folder / MANIFEST, manifest)
+    kept = {name, *(shard.name for shard in shards)}
+    for path in folder.iterdir():
+        if _is_ours(path) and path.name not in kept:
+            path.unlink()
+
+
+def load_shards(folder: str | Path) -> Stored:
+    """The index in a folder of shards, its lists memory-mapped, and the manifest as its record."""
+    folder = Path(folder)
+    manifest = _manifest(folder)
+    q = load(folder / manifest["quantizer"])
+    if q.fingerprint != manifest["fingerprint"]:
+        raise ValueError(f"{folder} is damaged: {manifest['quantizer']} is not its quantizer")
+    opened = []
+    for entry in manifest["shards"]:
+        path = folder / entry["name"]
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{folder} is not whole: {path.name} is missing; build it again"
+            )
+        if files.checksum(path) != entry["checksum"]:
+            raise ValueError(f"{folder} is damaged: {path.name} is not as {MANIFEST} says")
+        opened.append(_Lists(path))
+    index = empty_index(q)
+    core = inverted(index)
+    # Any: the stubs of Faiss know only some of its members.
+    pointers: Any = getattr(faiss, "InvertedListsPtrVector")()  # noqa: B009
+    mapped = [lists.mapped(core.code_size) for lists in opened]
+    for lists in mapped:
+        pointers.push_back(lists)
+    together = faiss.HStackInvertedLists(len(mapped), pointers.data())
+    core.replace_invlists(together, False)
+    index.ntotal = core.ntotal = manifest["vectors"]
+    # Faiss holds pointers only.
+    index.referenced_objects = [*getattr(index, "referenced_objects", []), together, *mapped]
+    return Stored(index, manifest)
+
+
+def merge(
+    q: Quantizer,
+    shards: Sequence[Shard],
+    folder: str | Path,
+    path: str | Path,
+    about: Mapping[str, Any],
+    progress: Progress | None = None,
+) -> None:
+    """Write one index of shards, the file that Faiss would have written.
+
+    Memory: the quantizer, a buffer and a window of the shards, however many vectors there are.
+    """
+    opened = [_Lists(Path(folder) / shard.name) for shard in shards]
+    sizes = sum((lists.sizes for lists in opened), np.int64(0) * opened[0].sizes)
+    index = empty_index(q, table=False)
+    index.ntotal = inverted(index).ntotal = int(sizes.sum())
+    record = {**about, "fingerprint": q.fingerprint, "vectors": index.ntotal}
+    began = time.perf_counter()
+    with recording(path, record) as temporary:
+        with temporary.open("wb", buffering=1 << 20) as file:
+            file.write(_head(index, sizes))
+            _copy_lists(opened, sizes, inverted(index).code_size, file, progress)
+        _check_merged(temporary, sizes)
+        record["seconds"] = {**about.get("seconds", {}), "merge": time.perf_counter() - began}
+
+
+class _Lists:
+    """A shard's lists: for each its codes and then its ids, as in Faiss's own files."""
+
+    def __init__(self, path: Path) -> None:
+        header = files.read_header(path)
+        first, last = (header.tensors[name]["data_offsets"] for name in ("sizes", "lists"))
+        size = path.stat().st_size
+        start = size - last[1]
+        self.path, self.at, self.size = path, start + last[0], size
+        # Mapped: a thousand shards of many lists have many sizes.
+        shape = ((first[1] - first[0]) // 8,)
+        self.sizes: Ids = np.memmap(path, np.int64, "r", start + first[0], shape)
+
+    def mapped(self, code_size: int) -> Any:
+        """The lists for Faiss, read where they are."""
+        lists: Any = faiss.OnDiskInvertedLists()
+        lists.nlist, lists.code_size = len(self.sizes), code_size
+        lists.filename, lists.totsize, lists.read_only = str(self.path), self.size, True
+        ends = self.at + np.cumsum(self.sizes) * (code_size + ID)
+        # Of each list Faiss keeps three numbers: size, capacity and offset.
+        starts = ends - self.sizes * (code_size + ID)
+        table = np.stack([self.sizes, self.sizes, starts], 1).astype(np.uint64)
+        lists.lists.resize(len(table))
+        faiss.memcpy(lists.lists.data(), faiss.swig_ptr(table), table.nbytes)
+        lists.do_mmap()
+        return lists
+
+
+def _lists(q: Quantizer, source: Source) -> tuple[Ids, npt.NDArray[np.uint8]]:
+    """The sizes of all lists and their bytes."""
+    # Its parts live as long as it does.
+    index = empty_index(q, table=False)
+    pq = inverted(index).pq
+    N, code, device = len(source.vectors), pq.code_size, q.rotation.device
+    numbers, at = np.empty(N, np.int64), 0
+    codes, ids = np.empty((N, code), np.uint8), np.empty(N, np.int64)
+    assert q.coarse is not None
+    for part, names in source.slices():
+        rows = slice(at, at := at + len(part))
+        Y = q.rotate(part.to(device))
+        owners = q.assign(Y)
+        codes[rows] = pq.compute_codes((Y - q.coarse[owners]).cpu().numpy())
+        assert names is not None
+        numbers[rows], ids[rows] = owners.cpu().numpy(), names
+    order = np.argsort(numbers, kind="stable")
+    sizes = np.bincount(numbers, minlength=len(q.coarse)).astype(np.int64)
+    codes, raw_ids = codes[order], ids[order].view(np.uint8).reshape(N, ID)
+    lists, end, first = np.empty(N * (code + ID), np.uint8), 0, 0
+    for size in sizes[sizes > 0].tolist():
+        rows = slice(first, first := first + size)
+        start, middle = end, end + size * code
+        end = middle + size * ID
+        lists[start:middle] = codes[rows].reshape(-1)
+        lists[middle:end] = raw_ids[rows].reshape(-1)
+    return sizes, lists
+
+
+def _head(index: Any, sizes: Ids) -> bytes:
+    """What comes before the lists in Faiss's file."""
+    core = inverted(index)
+    raw = faiss.serialize_index(index).tobytes()
+    lead = b"ilar" + np.array([core.nlist, core.code_size], "<u8").tobytes()
+    none = lead + b"sprs" + bytes(8)
+    if not raw.endswith(none):
+        raise ValueError(f"Faiss {faiss.__version__} lays out lists otherwise; build with --shards")
+    used = np.flatnonzero(sizes)
+    if len(used) > len(sizes) // 2:
+        form, table = b"full", sizes
+    else:
+        form, table = b"sprs", np.stack([used, sizes[used]], 1).ravel()
+    table = np.concatenate([[len(table)], table]).astype("<u8")
+    return raw.removesuffix(none) + lead + form + table.tobytes()
+
+
+def _copy_lists(
+    shards: Sequence[_Lists], sizes: Ids, code: int, out: Any, progress: Progress | None
+) -> None:
+    with contextlib.ExitStack() as stack:
+        maps = []
+        for shard in shards:
+            file = stack.enter_context(shard.path.open("rb"))
+            maps.append(stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+        at, since, done = [shard.at for shard in shards], 0, 0
+        for number in np.flatnonzero(sizes).tolist():
+            counts = [int(shard.sizes[number]) for shard in shards]
+            for place, count, raw in zip(at, counts, maps, strict=True):
+                out.write(raw[place : place + count * code])
+            for place, count, raw in zip(at, counts, maps, strict=True):
+                out.write(raw[place + count * code : place + count * (code + ID)])
+            at = [a + count * (code + ID) for a, count in zip(at, counts, strict=True)]
+            done += int(sizes[number])
+            if (done - since) * (code + ID) > WINDOW:
+                for raw in maps:
+                    raw.madvise(mmap.MADV_DONTNEED)
+                if progress is not None:
+                    progress(done - since)
+                since = done
+    if progress is not None:
+        progress(done - since)
+
+
+def _check_merged(path: Path, sizes: Ids) -> None:
+    """Faiss must find in the file what was written."""
+    flags = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
+    index = faiss.read_index(str(path), flags)
+    core = inverted(index)
+    read = [core.invlists.list_size(number) for number in range(core.nlist)]
+    if read != sizes.tolist() or core.ntotal != sizes.sum():
+        raise ValueError(f"Faiss {faiss.__version__} lays out lists otherwise; build with --shards")
+
+
+def _is_whole(path: Path, claim: Mapping[str, Any]) -> bool:
+    try:
+        return files.load(path, KIND).metadata == claim
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+def _is_ours(path: Path) -> bool:
+    return path.suffix == ".lists" or path.name.startswith("quantizer-")
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+        if manifest["kind"] == KIND and manifest["format"] == FORMAT and manifest["shards"]:
+            return dict(manifest)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{folder} holds no finished index: there is no {MANIFEST}; run `givens build` again"
+        ) from error
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise ValueError(f"{folder} is damaged: {MANIFEST} is not that of an index")
