@@ -441,22 +441,26 @@ def test_a_file_that_changes_meanwhile(folder):
 
 
 def test_memory_does_not_grow_with_the_vectors(folder):
-    """Four times the vectors, and all the codes on disk."""
+    """Three times the vectors, and all the codes on disk."""
+    # Large buffers go back to the system at once: the allocator's own habits differ by 20 MB.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "100000"}
     code = (
         "import sys; from givens.cli import app; from givens.export import shards\n"
         "shards.ROWS = 250_000; app(sys.argv[1:], standalone_mode=False)\n"
         "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
     )
     peaks = []
-    for rows in (2_000_000, 8_000_000):
+    for rows in (2_000_000, 6_000_000):
         table = np.lib.format.open_memmap("big.npy", "w+", np.uint8, (rows, n))
         table[:] = np.arange(n)
         del table
         build = ["build", "q.safetensors", "big.npy", "-o", f"big{rows}", "--shards"]
-        done = subprocess.run([sys.executable, "-c", code, *build], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *build], capture_output=True, text=True, env=environment
+        )
         peaks.append(1024 * int(done.stdout.split()[-1]))
-    # Codes and ids of the 6 million more are 72 MB; the allocator alone differs by 20 between runs.
-    assert peaks[1] - peaks[0] < 36_000_000
+    # Codes and ids of the 4 million more are 48 MB.
+    assert peaks[1] - peaks[0] < 10_000_000
 
 
 def test_an_address_where_nobody_is(folder):
