@@ -8,7 +8,7 @@ rate; (b, c) mean and spread of runs on parts of the data, for OPQ and GCD-G.
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -16,21 +16,14 @@ from torch import Tensor
 
 from givens import vectors
 from givens.fixed import fit
-from givens.paper.rows import Rows, environment, read, write
+from givens.moments import Learned
+from givens.paper.rows import Rows, environment, read, save_picture, write
 
 SUBSPACES, CODEWORDS = 4, 256
 RATE, STEPS = 1e-4, 5
 # What a method's own rate is chosen from, by the distortion on a tenth of the data.
 RATES = (1e-7, 1e-6, 1e-5, 3e-5, 1e-4, 3e-4)
-METHODS = (
-    "opq",
-    "cayley",
-    "gcd-random",
-    "gcd-greedy",
-    "gcd-steepest",
-    "overlapping-random",
-    "overlapping-greedy",
-)
+METHODS: tuple[str, ...] = get_args(Learned)
 FRACTIONS, RUNS = (0.1, 0.3, 1.0), 10
 NAMES = {
     "opq": "OPQ (SVD)",
@@ -259,13 +252,7 @@ def _finish(pyplot: Any, figure: Any, lines: list[str], rows: Rows, path: Path) 
     about = rows[0]
     where = about["gpu"] or f"{about['threads']} CPU threads"
     lines = [*lines, f"{about['vectors']} vectors, {SUBSPACES} × {CODEWORDS}, {where}"]
-    height = figure.get_figheight()
-    below = 0.16 * len(lines) + 0.15
-    figure.set_figheight(height + below)
-    figure.tight_layout(rect=(0, below / (height + below), 1, 1))
-    figure.text(0.01, 0.01, "\n".join(lines), fontsize=6.5, va="bottom")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save_picture(pyplot, figure, lines, path)
 
 
 def _exact(row: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from givens.paper.joint import METHODS, NAMES, Runs, distortion, of, verdict
-from givens.paper.rows import Rows
+from givens.paper.rows import Rows, save_picture
 from givens.retrieval.config import Config
 from givens.retrieval.data import Log
 
@@ -49,11 +49,7 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
         axes.grid(alpha=0.3)
     panels[0].legend(frameon=False, fontsize=8)
     told = claims(rows)
-    figure.set_figheight(4.4 + 0.15 * len(told))
-    figure.tight_layout(rect=(0, 0.15 * len(told) / figure.get_figheight(), 1, 1))
-    figure.text(0.01, 0.01, "\n".join(told), fontsize=6.5, va="bottom")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save_picture(pyplot, figure, told, path)
     return told
 
 

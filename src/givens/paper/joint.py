@@ -9,28 +9,19 @@ import hashlib
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
 from givens.paper.rows import Rows, environment, read, write
 from givens.retrieval import checkpoint
-from givens.retrieval.config import Config
+from givens.retrieval.config import Config, Method
 from givens.retrieval.data import Log, click_log
 from givens.retrieval.readers import read as read_log
 from givens.retrieval.train import train, warm_up
 
 SEEDS, SIGNIFICANT = 5, 0.05
-METHODS = (
-    "frozen",
-    "cayley",
-    "expm",
-    "penalty",
-    "gcd-random",
-    "gcd-greedy",
-    "gcd-steepest",
-    "post-hoc",
-)
+METHODS: tuple[str, ...] = get_args(Method)
 NAMES = {
     "frozen": "frozen (the baseline)",
     "cayley": "Cayley",

@@ -48,6 +48,16 @@ def read(path: Path) -> Rows:
     raise ValueError(f"{path} holds no rows: a list of JSON objects is wanted")
 
 
+def save_picture(pyplot: Any, figure: Any, lines: list[str], path: Path) -> None:
+    """Write a picture with what it shows in words below it."""
+    height, below = figure.get_figheight(), 0.16 * len(lines) + 0.15
+    figure.set_figheight(height + below)
+    figure.tight_layout(rect=(0, below / (height + below), 1, 1))
+    figure.text(0.01, 0.01, "\n".join(lines), fontsize=6.5, va="bottom")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

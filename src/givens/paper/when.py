@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from givens.paper.joint import SMOKE, Runs, distortion, of, p_value, recall
-from givens.paper.rows import Rows
+from givens.paper.rows import Rows, save_picture
 from givens.retrieval.config import Config, suited
 from givens.retrieval.data import Log, click_log
 
@@ -72,11 +72,7 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     panels[0].set_yticks(range(len(cases)), names, fontsize=8)
     panels[0].invert_yaxis()
     told = claims(rows)
-    figure.set_figheight(4.8 + 0.15 * len(told))
-    figure.tight_layout(rect=(0, 0.15 * len(told) / figure.get_figheight(), 1, 1))
-    figure.text(0.01, 0.01, "\n".join(told), fontsize=6.5, va="bottom")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save_picture(pyplot, figure, told, path)
     return told
 
 
