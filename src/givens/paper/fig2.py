@@ -191,7 +191,7 @@ def claims_a(
         ]
     if exact:
         share = 100 * (exact["final"] / best["opq"]["final"] - 1)
-        told.append(f"GCD-G with exact angles and no rate, ours: {share:+.1f} % of OPQ's")
+        told.append(f"GCD-G with exact angles and no rate, ours: {share:+.1f} % against OPQ")
     return told
 
 
