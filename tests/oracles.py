@@ -1,9 +1,28 @@
 """Slow, plain and independent versions of what the library computes."""
 
+import contextlib
 import itertools
+import warnings
 
 import numpy as np
 import torch
+
+
+@contextlib.contextmanager
+def waiting_is_an_error():
+    """Fail where the host waits for the GPU."""
+
+    def mode(name):
+        with warnings.catch_warnings():
+            # torch says that the mode is a prototype.
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode(name)
+
+    mode("error")
+    try:
+        yield
+    finally:
+        mode("default")
 
 
 def plane_rotation(n, i, j, theta):

@@ -1,7 +1,6 @@
 """GCD on a GPU: every kernel against the torch reference, graphs, bad gradients."""
 
 import itertools
-import warnings
 
 import oracles
 import pytest
@@ -261,18 +260,10 @@ def test_a_step_waits_for_nothing(pairing):
     scaler = torch.amp.GradScaler("cuda")
     W.grad = gradients(W, 1)[0]
     turn.step()
-    with warnings.catch_warnings():
-        # torch says that the mode is a prototype.
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with oracles.waiting_is_an_error():
         turn.step()
         scaler.scale((W * W.grad.clone()).sum()).backward()
         scaler.step(turn)
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_grad_scaler_skips_on_the_device():

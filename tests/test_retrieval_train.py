@@ -15,7 +15,7 @@ import torch
 import givens
 from givens import files
 from givens.export.faiss import load_index
-from givens.retrieval import checkpoint, evaluate
+from givens.retrieval import checkpoint, evaluate, replay
 from givens.retrieval.config import Config, Method
 from givens.retrieval.data import click_log
 from givens.retrieval.run import Run
@@ -203,8 +203,8 @@ def test_a_checkpoint_of_another_log_is_refused(log, tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(log, tmp_path):
     class Poisoned(Run):
-        def losses(self, users, target):
-            retrieval, distortion = super().losses(users, target)
+        def losses(self, *batch):
+            retrieval, distortion = super().losses(*batch)
             return retrieval * (float("nan") if self.step == 47 else 1), distortion
 
     with pytest.MonkeyPatch.context() as patch:
@@ -214,6 +214,19 @@ def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(log, tmp_
     assert files.read_header(tmp_path / "checkpoint.safetensors").metadata["step"] == 40
     done = train(log, SMALL, tmp_path, resume=True)
     assert done.rows == train(log, SMALL).rows
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("negatives", [None, 100])
+def test_recorded_steps_are_steps(log, negatives, monkeypatch):
+    config = changed(dim=32, subspaces=8, negatives=negatives)
+    losses = []
+    for plain in (replay.PLAIN, config.total):
+        monkeypatch.setattr(replay, "PLAIN", plain)
+        losses.append(
+            [row["loss"] for row in train(log, config, device="cuda").rows if "loss" in row]
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.cuda

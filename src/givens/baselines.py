@@ -63,8 +63,8 @@ class Cayley(nn.Module):
     def forward(self, X: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
         """W, from the part of X above its diagonal."""
         S, eye = _skew(X)
-        # (I − S) and (I + S)⁻¹ commute.
-        W: Tensor = torch.linalg.solve(eye + S, (eye - S) @ self.base)
+        # (I − S) and (I + S)⁻¹ commute. I + S is never singular: to check would wait for a GPU.
+        W: Tensor = torch.linalg.solve_ex(eye + S, (eye - S) @ self.base).result
         return W
 
     def right_inverse(self, W: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:

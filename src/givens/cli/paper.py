@@ -172,6 +172,7 @@ def fig3(
 def table1(
     output: Output, data: Log = None, device: Device = "cpu", seeds: Seeds = None,
     sizes: Annotated[str, typer.Option(help="Bytes of a code, with commas between.")] = "16",
+    methods: Annotated[str, typer.Option(help="With commas between; all of them if none.")] = "",
     warmup: Warmup = None, steps: Steps = None, smoke: Smoke = False,
 ) -> None:  # fmt: skip
     """Compare what users find in indexes trained by every method, over several seeds.
@@ -179,22 +180,26 @@ def table1(
     Example: givens paper table1 --data ml-1m -o results --device cuda --sizes 8,16,32
     """
     from givens.paper import table1
-    from givens.paper.joint import METHODS, SEEDS, Runs, log_for, p_value, slug
+    from givens.paper.joint import METHODS, SEEDS, Runs, comparable, log_for, p_value, slug
 
     # Before the work: a missing package.
     p_value([0.0, 1.0], [1.0, 2.0])
     log = log_for(data, smoke=smoke)
     bytes_of_codes = _sizes(sizes, "--sizes")
+    chosen = tuple(methods.split(",")) if methods else METHODS
+    if unknown := [name for name in chosen if name not in METHODS]:
+        raise ValueError(f"--methods must be of {', '.join(METHODS)}, but got {unknown[0]!r}")
     count = seeds or (2 if smoke else SEEDS)
     configs = _configs(log, bytes_of_codes, count, smoke, warmup=warmup, steps=steps)
     output.mkdir(parents=True, exist_ok=True)
     place = out.check_device(device).type
     with out.progress("runs") as bar:
-        bar.start(len(configs) * len(METHODS) + count)
+        bar.start(len(configs) * len(chosen) + count)
         runs = Runs(output / f"joint-{slug(log.name)}.json", place, _teller(bar))
-        rows = table1.run(runs, log, configs)
+        table1.run(runs, log, configs, chosen)
     written = output / f"table1-{slug(log.name)}.md"
-    lines = table1.table(rows, log)
+    # With those of earlier runs: other sizes, other methods.
+    lines = table1.table(comparable(runs.rows, log, configs[0]), log)
     with files.replacing(written) as temporary:
         temporary.write_text("\n".join(lines) + "\n", "utf-8")
     for line in lines:

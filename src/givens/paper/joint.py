@@ -14,6 +14,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from givens.paper.rows import Rows, environment, read, write
+from givens.quantizer import Quantizer
 from givens.retrieval import checkpoint
 from givens.retrieval.config import Config, Method
 from givens.retrieval.data import Log, click_log
@@ -51,6 +52,8 @@ class Runs:
         self.path, self.device, self.tell = path, device, tell
         self.about = environment(device)
         self.rows: Rows = read(path) if path.exists() else []
+        # An index as fitted to the towers of a seed: all methods begin with the same.
+        self.starts: dict[Config, Quantizer | None] = {}
 
     def run(self, log: Log, config: Config, **labels: Any) -> dict[str, Any]:
         """Train from the shared warm-up, unless it was done before."""
@@ -59,7 +62,10 @@ class Runs:
             if all(row.get(name) == value for name, value in how.items()):
                 return row
         towers = self.warmed(log, config)
-        done = train(log, config, towers=towers, device=self.device)
+        alike = dataclasses.replace(config, method=Config.method)
+        start = self.starts.get(alike)
+        done = train(log, config, towers=towers, start=start, device=self.device)
+        self.starts[alike] = done.start
         joint = [row for row in done.rows if row["phase"] == "joint"]
         row = {
             **how,
@@ -97,9 +103,22 @@ class Runs:
         return checkpoint.load_towers(file)
 
     def forget(self) -> None:
-        """Delete the towers, once all runs of theirs are done."""
+        """Delete towers and starts, once all runs of theirs are done."""
+        self.starts.clear()
         for file in self.path.parent.glob("warm-up-????????????????.safetensors"):
             file.unlink()
+
+
+def comparable(rows: Rows, log: Log, config: Config) -> Rows:
+    """The rows of a log that differ from a configuration in method, size and seed alone."""
+
+    def common(options: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in options.items() if k not in ("method", "subspaces", "seed")}
+
+    wanted = common(dataclasses.asdict(config))
+    return [
+        row for row in rows if row["log"] == log.fingerprint and common(row["config"]) == wanted
+    ]
 
 
 def of(rows: Iterable[dict[str, Any]], **labels: Any) -> Rows:

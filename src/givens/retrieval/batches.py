@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Int
-from numpy.typing import NDArray
 from torch import Tensor
 
 from givens.retrieval.data import Log
@@ -130,7 +129,7 @@ class Examples:
         history = history.masked_fill(back < self.starts[user][:, None], -1)
         return Asked(history, None if self.words is None else self.words[user].long())
 
-    def held(self, users: Int[NDArray[np.int64], " b"]) -> Held:
+    def held(self, users: Int[np.ndarray, " b"]) -> Held:
         """Users with half of their clicks as the history, and the others as the truth."""
         who = torch.from_numpy(users).to(self.device)
         begin, end = self.starts[who], self.starts[who + 1]

@@ -22,7 +22,9 @@ Start = Literal["opq", "identity", "random"]
 Loss = Literal["softmax", "hinge"]
 
 # A softmax over more items than this draws some of them.
-MOST_ITEMS, SHARED = 50_000, 4096
+MOST_ITEMS, SHARED = 10_000, 4096
+# So many items take larger batches to be seen often enough.
+LARGE = 50_000
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,10 @@ def suited(log: Log, *, small: bool = False, **options: Any) -> Config:
         chosen |= {"negatives": 512, "lr": 1e-2, "joint_lr": 1e-2, "temperature": 0.1}
         chosen |= {"weight": 1.0}
     elif log.catalogue > MOST_ITEMS:
-        chosen |= {"negatives": SHARED, "batch": 8192, "warmup": 3000, "steps": 2000}
-        chosen |= {"lr": 3e-3, "joint_lr": 1e-3, "every": 500}
+        chosen["negatives"] = SHARED
+        if log.catalogue > LARGE:
+            chosen |= {"batch": 8192, "warmup": 3000, "steps": 2000}
+            chosen |= {"lr": 3e-3, "joint_lr": 1e-3, "every": 500}
     chosen |= {name: value for name, value in options.items() if value is not None}
     return Config(**chosen)
 

@@ -7,7 +7,6 @@ the second half the truth.
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Num
@@ -31,17 +30,17 @@ class Log:
     """Clicks by user, each user's in order of time."""
 
     name: str
-    starts: Int[NDArray[np.int64], " starts"]
+    starts: Int[np.ndarray, " starts"]
     """Where each user's clicks begin; the last number is the number of clicks."""
-    items: Int[NDArray[np.int32], " clicks"]
-    times: Float[NDArray[np.float32], " clicks"]
+    items: Int[np.ndarray, " clicks"]
+    times: Float[np.ndarray, " clicks"]
     """From 0 to 1, in the log's order of time."""
     catalogue: int
     """How many items there are."""
-    train: Int[NDArray[np.int64], " a"]
-    valid: Int[NDArray[np.int64], " b"]
-    test: Int[NDArray[np.int64], " c"]
-    words: Int[NDArray[np.int32], "users w"] | None = None
+    train: Int[np.ndarray, " a"]
+    valid: Int[np.ndarray, " b"]
+    test: Int[np.ndarray, " c"]
+    words: Int[np.ndarray, "users w"] | None = None
     """What a user says of what is wanted: a query's words, or features."""
 
     @property
@@ -79,10 +78,10 @@ class Log:
 
 
 def split(
-    user: Num[NDArray[Any], " rows"],
-    item: Num[NDArray[Any], " rows"],
-    rating: Num[NDArray[Any], " rows"] | None = None,
-    time: Num[NDArray[Any], " rows"] | None = None,
+    user: Num[np.ndarray, " rows"],
+    item: Num[np.ndarray, " rows"],
+    rating: Num[np.ndarray, " rows"] | None = None,
+    time: Num[np.ndarray, " rows"] | None = None,
     *,
     name: str = "log",
     held_out: int = HELD_OUT,
@@ -116,10 +115,10 @@ def split(
 
 def held(
     name: str,
-    counts: Int[NDArray[np.int64], " users"],
-    items: Int[NDArray[np.int32], " clicks"],
-    times: Float[NDArray[np.float32], " clicks"],
-    words: Int[NDArray[np.int32], "users w"] | None = None,
+    counts: Int[np.ndarray, " users"],
+    items: Int[np.ndarray, " clicks"],
+    times: Float[np.ndarray, " clicks"],
+    words: Int[np.ndarray, "users w"] | None = None,
     *,
     catalogue: int | None = None,
     held_out: int = HELD_OUT,

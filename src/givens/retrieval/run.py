@@ -1,6 +1,7 @@
 """The parts of a training run and what is done with them: a step, a look, the index's start."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,11 @@ from givens.fixed import fit
 from givens.layer import IndexLayer
 from givens.quantizer import Quantizer
 from givens.retrieval import evaluate
-from givens.retrieval.batches import Examples
+from givens.retrieval.batches import Asked, Examples
 from givens.retrieval.config import Config
 from givens.retrieval.data import Log
 from givens.retrieval.losses import hinge_loss, softmax_loss
+from givens.retrieval.replay import Replay
 from givens.retrieval.towers import Towers
 from givens.rotation import orthogonality_error, project, random_rotation
 
@@ -66,9 +68,11 @@ class Run:
         self.step = 0
         self.rows: list[Row] = []
         self.best = Best(-1.0, 0, {})
+        self.start: Quantizer | None = None
         # Losses that were not looked at yet: looking waits for the device.
         self.pending: list[Tensor] = []
         self.turned_from = self.layer.rotation.matrix.detach().clone()
+        self.learn: Callable[..., Tensor] = self.update
         self.optimizers = self.learners(joint=False)
 
     @property
@@ -98,12 +102,20 @@ class Run:
         c = self.config
         self.towers.items.weight.requires_grad_(not (joint and c.fixed_items))
         learned = [part for part in self.towers.parameters() if part.requires_grad]
-        fused, second = self.device.type == "cuda", self.step >= c.warmup
-        lr = c.joint_lr if second else c.lr
-        if not joint:
-            return [Adam(learned, lr, fused=fused)]
-        learned += self.layer.index_parameters()
-        return [Adam(learned, lr, fused=fused), rotation_learner(self.layer, c)]
+        lr = c.joint_lr if self.step >= c.warmup else c.lr
+        if joint:
+            learned += self.layer.index_parameters()
+        gpu = self.device.type == "cuda"
+        optimizers: list[Optimizer] = [Adam(learned, lr, fused=gpu, capturable=gpu)]
+        if joint:
+            optimizers.append(rotation_learner(self.layer, c))
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["initial_lr"] = group["lr"]
+            if gpu:
+                # A recorded step reads it where it is.
+                group["lr"] = torch.tensor(group["lr"], device=self.device)
+        self.learn = Replay(self.update) if gpu and capturable(c, joint=joint) else self.update
+        return optimizers
 
     def adopt(self, towers: dict[str, Tensor]) -> None:
         """Skip the warm-up: go on from towers that had it already."""
@@ -112,47 +124,73 @@ class Run:
         self.best = Best(-1.0, self.step, self.copied())
 
     def begin_joint(self) -> None:
-        """Collect embeddings of items from the best towers, and start the index from them."""
+        """Collect embeddings of items from the best towers, and start the index from them.
+
+        Unless there is a `start` already, which another run from the same towers has found.
+        """
         c = self.config
         self.put(self.best.parts)
         if c.method != "post-hoc":
-            with torch.no_grad():
-                drawn = np.random.default_rng(c.seed).permutation(self.log.catalogue)[: c.sample]
-                sample = self.towers.item(torch.from_numpy(np.sort(drawn)).to(self.device))
-            start_index(self.layer, sample, c)
+            if self.start is None:
+                start_index(self.layer, self.sample(), c)
+                self.start = self.layer.quantizer
+            else:
+                self.layer.start_from(self.start)
             self.best = Best(-1.0, self.step, {})
             self.turned_from = self.layer.rotation.matrix.detach().clone()
         self.optimizers = self.learners(joint=self.joint)
+
+    @torch.no_grad()
+    def sample(self) -> Float[Tensor, "N n"]:
+        """Embeddings of items, drawn alike."""
+        drawn = np.random.default_rng(self.config.seed).permutation(self.log.catalogue)
+        ids = torch.from_numpy(np.sort(drawn[: self.config.sample])).to(self.device)
+        return self.towers.item(ids)
 
     def advance(self) -> None:
         """One step."""
         c, t = self.config, self.step
         self.set_rates()
         asked, target = self.examples.draw(t, c.batch, progress=t / c.total)
-        users = self.towers.user(self.examples.kept(asked, c.dropout))
-        retrieval, distortion = self.losses(users, target)
-        self.pending.append(torch.stack([retrieval.detach(), distortion.detach()]))
-        if self.device.type == "cpu":
-            check_finite(self.step, self.pending[-1:])
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        (retrieval + c.weight * distortion).backward()  # type: ignore[no-untyped-call]
-        for optimizer in self.optimizers:
-            optimizer.step()
+        asked = self.examples.kept(asked, c.dropout)
+        drawn = None if c.negatives is None else self.examples.uniform(c.negatives)
+        self.pending.append(self.learn(asked.history, asked.words, target, drawn))
         self.step += 1
 
+    def update(
+        self,
+        history: Int[Tensor, "b h"],
+        words: Int[Tensor, "b w"] | None,
+        target: Int[Tensor, " b"],
+        drawn: Int[Tensor, " m"] | None,
+    ) -> Float[Tensor, " 2"]:
+        """Learn from a batch: its retrieval loss and its distortion."""
+        retrieval, distortion = self.losses(self.towers.user(Asked(history, words)), target, drawn)
+        losses = torch.stack([retrieval.detach(), distortion.detach()])
+        if self.device.type == "cpu":
+            check_finite(self.step, [losses])
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        (retrieval + self.config.weight * distortion).backward()  # type: ignore[no-untyped-call]
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return losses
+
     def losses(
-        self, users: Float[Tensor, "b n"], target: Int[Tensor, " b"]
+        self,
+        users: Float[Tensor, "b n"],
+        target: Int[Tensor, " b"],
+        drawn: Int[Tensor, " m"] | None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """The retrieval loss over candidates that the batch shares, and their distortion."""
         c = self.config
         ids, column, log_q, same = None, target, None, None
-        if c.negatives is not None:
-            ids = torch.cat([target, self.examples.uniform(c.negatives)])
+        if drawn is not None:
+            ids = torch.cat([target, drawn])
             column = torch.arange(len(target), device=self.device)
             same = target[:, None] == ids
             # How often an item is expected among the candidates.
-            often = c.batch * self.examples.popularity[ids] + c.negatives / self.log.catalogue
+            often = c.batch * self.examples.popularity[ids] + len(drawn) / self.log.catalogue
             log_q = often.log()
         items = self.towers.item(ids)
         distortion = users.new_zeros(())
@@ -171,8 +209,11 @@ class Run:
         factor = min(1.0, (at + 1) / RAMP) * (1 + math.cos(math.pi * at / length)) / 2
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])
-                group["lr"] = factor * group["initial_lr"]
+                rate = factor * group["initial_lr"]
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
 
     @torch.no_grad()
     def look(self) -> Row:
@@ -230,6 +271,12 @@ class Run:
         return q.to(self.device)
 
 
+def capturable(config: Config, *, joint: bool) -> bool:
+    """Whether a step waits for nothing, so that it can be recorded."""
+    waits = config.method == "expm" or config.exact
+    return not (joint and waits)
+
+
 def rotation_learner(layer: IndexLayer, config: Config) -> Optimizer:
     """What learns R, at a rate that turns an axis about as far in a step whatever the method.
 
@@ -241,6 +288,8 @@ def rotation_learner(layer: IndexLayer, config: Config) -> Optimizer:
     options: dict[str, Any] = {}
     if config.method.startswith("gcd-"):
         options = {"seed": config.seed, "exact": config.exact}
+    elif config.method != "frozen":
+        options = {"capturable": layer.codebooks.is_cuda}
     rate = config.angle / spread.get(config.method, 1.0)
     return optimizer_for(layer.rotation, config.method, rate, **options)  # type: ignore[arg-type]
 

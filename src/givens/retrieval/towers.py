@@ -86,9 +86,12 @@ class History(nn.Module):
 
     def forward(self, history: Int[Tensor, "b h"]) -> Float[Tensor, "b n"]:
         """The weighed sum for each row; zero for an empty history."""
-        here = history >= 0
-        ids = history.clamp_min(0)
         E, heads = self.embedding.weight, len(self.recency)
+        here = history >= 0
+        # Where there is none, any item with weight 0, but not the same everywhere: a gradient is
+        # added up item by item, and would wait for the one that comes most often.
+        other = torch.arange(history.numel(), device=history.device).view_as(history) % len(E)
+        ids = torch.where(here, history, other)
         score = self.recency[:, : history.shape[1]].expand(len(ids), -1, -1)
         if self.queries is not None:
             score = score + (E @ self.queries)[ids].mT * math.sqrt(E.shape[1])

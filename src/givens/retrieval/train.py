@@ -39,6 +39,8 @@ class Trained:
 
     towers: Towers
     quantizer: Quantizer
+    start: Quantizer | None
+    """The index as it was when the last phase began; none where that was not in this call."""
     rows: list[Row]
     """What every look at the validation users saw."""
     results: dict[str, Any]
@@ -52,6 +54,7 @@ def train(
     *,
     resume: bool = False,
     towers: dict[str, Tensor] | None = None,
+    start: Quantizer | None = None,
     device: torch.device | str = "cpu",
     tell: Tell = lambda row: None,
 ) -> Trained:
@@ -63,10 +66,12 @@ def train(
         folder: where checkpoints, metrics and results go; none for no files.
         resume: whether to go on from the folder's checkpoint, if it has one.
         towers: from `warm_up` or `load_towers`, to go on from instead of the first phase.
+        start: the index that another run began with from these towers, instead of the third phase.
         device: where to work.
         tell: is told of every look at the validation users.
     """
     run = Run(log, config, device)
+    run.start = start
     saver = Saver(run, folder)
     if towers is not None:
         run.adopt(towers)
@@ -92,7 +97,7 @@ def train(
         quantizer.save(folder / "quantizer.safetensors")
         save_index(index, folder / "index.faiss", {"log": str(log), "step": run.best.step})
         files.write_json(folder / "results.json", results)
-    return Trained(run.towers, quantizer, run.rows, results)
+    return Trained(run.towers, quantizer, run.start, run.rows, results)
 
 
 def warm_up(
