@@ -1,6 +1,7 @@
 """The paper's figures in small: rows that mean something, pictures from rows, bad input."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -164,11 +165,18 @@ def test_when_has_every_case(tmp_path, monkeypatch):
 
 
 def test_p_values_and_verdicts():
-    base = [{"final_distortion": value} for value in (0.50, 0.51, 0.49)]
-    less = [{"final_distortion": value} for value in (0.40, 0.41, 0.39)]
+    base, less = (
+        [{"seed": seed, "final_distortion": value} for seed, value in enumerate(values)]
+        for values in ((0.50, 0.53, 0.47), (0.40, 0.41, 0.39))
+    )
     # F = (0.1² · 3/2) / 0.01², with 1 and 4 degrees of freedom.
     assert joint.p_value([0.50, 0.51, 0.49], [0.40, 0.41, 0.39]) == pytest.approx(2.55e-4, rel=0.01)
-    assert joint.verdict(less, base, joint.distortion, lower=True).startswith("holds (-20.00 %")
+    # Differences of −0.10, −0.12 and −0.08: t = −0.1 / (0.02 / √3), with 2 degrees of freedom.
+    told = joint.verdict(less, base, joint.distortion, lower=True)
+    assert re.fullmatch(r"holds \(-20.00 %, p = 0.0054, seed by seed p = 0.013\)", told), told
+    # Other seeds are no pairs.
+    other = [{**row, "seed": row["seed"] + 1} for row in base]
+    assert "seed by seed" not in joint.verdict(less, other, joint.distortion, lower=True)
     assert joint.verdict(base, less, joint.distortion, lower=True).startswith("does not hold")
     assert joint.verdict(less[:1], base[:1], joint.distortion, lower=True).startswith("not shown")
     assert np.isnan(joint.p_value([1.0, 1.0], [1.0, 1.0]))

@@ -186,6 +186,8 @@ def turn_cayley_(
             Q, tau = _farthest(turned, T, tau)
         T.copy_(Q @ T)
         W.copy_(Q @ W)
+    # What rounding does to W in products of n³ is undone by one more.
+    W.copy_(W @ (3 * eye - W.mT @ W) / 2)
 
 
 def _farthest(turned: Callable[[float], Tensor], T: Tensor, tau: float) -> tuple[Tensor, float]:

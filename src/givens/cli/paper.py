@@ -42,13 +42,14 @@ def fig4(
     from givens.paper import fig4
     from givens.paper.rows import read, write
 
-    place = out.check_device(device).type
-    sizes = _sizes(dims) or ((16, 32) if smoke else fig4.DIMS[place])
     pyplot = out.pyplot()
     output.mkdir(parents=True, exist_ok=True)
     if rows:
         measured = read(rows)
+        place = measured[0]["device"]
     else:
+        place = out.check_device(device).type
+        sizes = _sizes(dims) or ((16, 32) if smoke else fig4.DIMS[place])
         with out.progress("timing") as bar:
             bar.start(len(sizes) * len(fig4.METHODS))
 
@@ -138,13 +139,14 @@ Log = Annotated[
 ]
 Seeds = Annotated[int | None, typer.Option(help="Runs of each method.")]
 Steps = Annotated[int | None, typer.Option(help="Steps with the index.")]
+Methods = Annotated[str, typer.Option(help="With commas between; all of them if none.")]
 Warmup = Annotated[int | None, typer.Option(help="Steps without it.")]
 
 
 @app.command()
 def fig3(
     output: Output, data: Log = None, device: Device = "cpu", seeds: Seeds = None,
-    warmup: Warmup = None, steps: Steps = None, smoke: Smoke = False,
+    methods: Methods = "", warmup: Warmup = None, steps: Steps = None, smoke: Smoke = False,
 ) -> None:  # fmt: skip
     """Draw the distortion of a trained index against the step, for every method.
 
@@ -154,14 +156,15 @@ def fig3(
     from givens.paper.joint import Runs, log_for, slug
 
     pyplot = out.pyplot()
+    chosen = _chosen(methods, fig3.CURVES)
     log = log_for(data, smoke=smoke)
     configs = _configs(log, (16,), seeds or 1, smoke, warmup=warmup, steps=steps)
     output.mkdir(parents=True, exist_ok=True)
     place = out.check_device(device).type
     with out.progress("runs") as bar:
-        bar.start(len(configs) * (len(fig3.CURVES) + 1))
+        bar.start(len(configs) * (len(chosen) + 1))
         runs = Runs(output / f"joint-{slug(log.name)}.json", place, _teller(bar))
-        rows = fig3.run(runs, log, configs)
+        rows = fig3.run(runs, log, configs, chosen)
     picture = output / f"fig3-{slug(log.name)}.png"
     for line in fig3.plot(pyplot, rows, picture):
         typer.echo(line)
@@ -172,7 +175,7 @@ def fig3(
 def table1(
     output: Output, data: Log = None, device: Device = "cpu", seeds: Seeds = None,
     sizes: Annotated[str, typer.Option(help="Bytes of a code, with commas between.")] = "16",
-    methods: Annotated[str, typer.Option(help="With commas between; all of them if none.")] = "",
+    methods: Methods = "",
     warmup: Warmup = None, steps: Steps = None, smoke: Smoke = False,
 ) -> None:  # fmt: skip
     """Compare what users find in indexes trained by every method, over several seeds.
@@ -186,9 +189,7 @@ def table1(
     p_value([0.0, 1.0], [1.0, 2.0])
     log = log_for(data, smoke=smoke)
     bytes_of_codes = _sizes(sizes, "--sizes")
-    chosen = tuple(methods.split(",")) if methods else METHODS
-    if unknown := [name for name in chosen if name not in METHODS]:
-        raise ValueError(f"--methods must be of {', '.join(METHODS)}, but got {unknown[0]!r}")
+    chosen = _chosen(methods, METHODS)
     count = seeds or (2 if smoke else SEEDS)
     configs = _configs(log, bytes_of_codes, count, smoke, warmup=warmup, steps=steps)
     output.mkdir(parents=True, exist_ok=True)
@@ -257,6 +258,13 @@ def _configs(
         for seed in range(seeds)
         for size in dict.fromkeys(sizes)
     ]
+
+
+def _chosen(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    chosen = tuple(text.split(",")) if text else known
+    if unknown := [name for name in chosen if name not in known]:
+        raise ValueError(f"--methods must be of {', '.join(known)}, but got {unknown[0]!r}")
+    return chosen
 
 
 def _teller(bar: out.Bar) -> Callable[[str], None]:

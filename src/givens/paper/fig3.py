@@ -13,11 +13,11 @@ from givens.retrieval.data import Log
 CURVES = tuple(method for method in METHODS if method != "post-hoc")
 
 
-def run(runs: Runs, log: Log, configs: list[Config]) -> Rows:
+def run(runs: Runs, log: Log, configs: list[Config], methods: tuple[str, ...] = CURVES) -> Rows:
     """Every method from the same warm-up and the same start, for each configuration's seed."""
     rows = []
     for config in configs:
-        for method in CURVES:
+        for method in methods:
             changed = dataclasses.replace(config, method=method)  # type: ignore[arg-type]
             rows.append(runs.run(log, changed))
         runs.forget()
@@ -28,7 +28,7 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     """The distortion of each method, and how far it is from the baseline's of the same seed."""
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.4))
     base = {row["seed"]: row["distortion"] for row in of(rows, method="frozen")}
-    for method in CURVES:
+    for method in dict.fromkeys(row["method"] for row in rows):
         mine = of(rows, method=method)
         away = [
             [100 * (d / b - 1) for d, b in zip(row["distortion"], base[row["seed"]], strict=True)]
@@ -38,13 +38,16 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
         for axes, curves in zip(panels, ([row["distortion"] for row in mine], away), strict=True):
             looks = list(zip(*curves, strict=True))
             mean = [statistics.mean(values) for values in looks]
-            axes.plot(mine[0]["steps"], mean, style, label=NAMES[method])
+            (line,) = axes.plot(mine[0]["steps"], mean, style, label=NAMES[method])
             low, high = ([f(values) for values in looks] for f in (min, max))
-            axes.fill_between(mine[0]["steps"], low, high, alpha=0.1)
+            axes.fill_between(mine[0]["steps"], low, high, alpha=0.1, color=line.get_color())
     about = rows[0]
     title = f"{about['name']}, n = {about['config']['dim']}, {about['bytes']} bytes"
     panels[0].set(xlabel="joint step", ylabel="distortion of unit vectors", title=title)
+    panels[0].set_yscale("log")
     panels[1].set(xlabel="joint step", ylabel="%", title="against the baseline of the same seed")
+    # One method far off must not flatten the others.
+    panels[1].set_yscale("symlog", linthresh=10)
     for axes in panels:
         axes.grid(alpha=0.3)
     panels[0].legend(frameon=False, fontsize=8)
@@ -65,6 +68,8 @@ def claims(rows: Rows) -> list[str]:
         ("gcd-steepest", "gcd-greedy"),
     ):
         mine, other = (of(rows, method=method) for method in methods)
+        if not (mine and other):
+            continue
         first, second = (NAMES[method] for method in methods)
         found = verdict(mine, other, distortion, lower=True)
         told.append(f"{first} ends below {second}: {found}")

@@ -144,25 +144,46 @@ def distortion(row: dict[str, Any]) -> float:
 def verdict(
     mine: Rows, base: Rows, value: Callable[[dict[str, Any]], float], *, lower: bool
 ) -> str:
-    """Whether runs have a lower or a higher value than others, and how sure that is."""
-    first, second = [value(row) for row in mine], [value(row) for row in base]
+    """Whether runs have a lower or a higher value than others, and how sure that is.
+
+    Runs of a seed share their warm-up, so that they are compared seed by seed where both have the
+    same seeds. The paper's analysis of variance, which does not know of the pairs, stands beside.
+    """
+    ours, theirs = ({row["seed"]: value(row) for row in rows} for rows in (mine, base))
+    first, second = list(ours.values()), list(theirs.values())
     change = statistics.mean(first) - statistics.mean(second)
     p = p_value(first, second)
+    told = f"{100 * change / statistics.mean(second):+.2f} %, p = {p:.2g}"
+    if ours.keys() == theirs.keys():
+        p = paired_p_value(first, [theirs[seed] for seed in ours])
+        told += f", seed by seed p = {p:.2g}"
     word = "not shown"
     if p < SIGNIFICANT:
         word = "holds" if (change < 0) == lower else "does not hold"
-    return f"{word} ({100 * change / statistics.mean(second):+.2f} %, p = {p:.2g})"
+    return f"{word} ({told})"
 
 
 def p_value(first: list[float], second: list[float]) -> float:
     """One-way analysis of variance: how likely so different means are by chance."""
-    try:
-        from scipy.stats import f_oneway
-    except ImportError as error:
-        raise ImportError("the p-values need scipy: pip install 'givens[paper]'") from error
     if min(len(first), len(second)) < 2 or len({*first, *second}) == 1:
         return float("nan")
-    return float(f_oneway(first, second).pvalue)
+    return float(_tests().f_oneway(first, second).pvalue)
+
+
+def paired_p_value(first: list[float], second: list[float]) -> float:
+    """Student's test of the differences: the analysis of variance with a mean for each pair."""
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    if len(set(differences)) < 2:
+        return float("nan")
+    return float(_tests().ttest_1samp(differences, 0.0).pvalue)
+
+
+def _tests() -> Any:
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise ImportError("the p-values need scipy: pip install 'givens[paper]'") from error
+    return stats
 
 
 def slug(name: str) -> str:
