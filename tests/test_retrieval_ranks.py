@@ -326,7 +326,8 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Linear(n, n)
         self.rotation = givens.Rotation(n, givens.random_rotation(n, seed=1))
-        self.stack = nn.Parameter(torch.stack([givens.random_rotation(n, seed=h) for h in range(heads)]))
+        stack = [givens.random_rotation(n, seed=head) for head in range(heads)]
+        self.stack = nn.Parameter(torch.stack(stack))
         self.last = nn.Linear(heads * n, n)
 
     def forward(self, x):

@@ -352,8 +352,8 @@ def _check_group(group: dict[str, Any]) -> None:
             )
         if hasattr(W, "to_local"):
             raise ValueError(
-                f"GCD turns whole matrices, but {name} is a DTensor, of which every rank has a part; "
-                "leave it out of fully_shard (ignored_params), and average its gradients over ranks"
+                f"GCD turns whole matrices, but {name} is a DTensor, of which a rank has a part; "
+                "leave it out of fully_shard (ignored_params), and average its gradient over ranks"
             )
         check_dtype(name, W)
         check_orthogonal(name, W)
