@@ -329,16 +329,24 @@ class Model(nn.Module):
         stack = [givens.random_rotation(n, seed=head) for head in range(heads)]
         self.stack = nn.Parameter(torch.stack(stack))
         self.last = nn.Linear(heads * n, n)
+        self.index = givens.IndexLayer(n, 4, 8)
 
-    def forward(self, x):
+    def turned(self):
+        return [self.rotation.weight, self.stack, self.index.rotation.weight]
+
+    def vectors(self, x):
         y = torch.einsum("mn,hnk->mhk", self.rotation(self.first(x)).tanh(), self.stack)
         return self.last(y.flatten(1).tanh())
 
+    def forward(self, x):
+        out = self.index(self.vectors(x))
+        return (out.embedding - x.flip(1)).square().mean() + out.distortion
+
 
 def learners(model):
-    turned = [model.rotation.weight, model.stack]
     towers = [*model.first.parameters(), *model.last.parameters()]
-    return [givens.GCD(turned, 0.02, pairing="greedy"), torch.optim.Adam(towers, 1e-2)]
+    adam = torch.optim.Adam([*towers, *model.index.index_parameters()], 1e-2, foreach=False)
+    return [givens.GCD(model.turned(), 0.02), adam]
 
 
 def mean_over_ranks(W):
@@ -348,29 +356,30 @@ def mean_over_ranks(W):
 
 torch.manual_seed(0)
 alone = Model()
+alone.index.warm_start(alone.vectors(torch.randn(64, n)), 5)
 model = copy.deepcopy(alone)
 for tower in (model.first, model.last):
     fully_shard(tower, mesh=mesh)
-for W in (model.rotation.weight, model.stack):
+for W in (*model.turned(), *model.index.index_parameters()):
     W.register_post_accumulate_grad_hook(mean_over_ranks)
-begun = [part.detach().clone() for part in (alone.rotation.weight, alone.stack)]
+begun = [W.detach().clone() for W in alone.turned()]
 ours, others = learners(model), learners(alone)
 data = torch.randn(20, 8 * world, n)
 for x in data:
     for net, optimizers, part in ((model, ours, x.chunk(world)[rank]), (alone, others, x)):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        (net(part) - part.flip(1)).square().mean().backward()
+        net(part).backward()
         for optimizer in optimizers:
             optimizer.step()
 for name, part in model.named_parameters():
     wanted = alone.get_parameter(name)
     sharded = isinstance(part, DTensor)
-    if sharded != name.startswith(("first", "last")):
+    if sharded != name.startswith(("first.", "last.")):
         sys.exit(f"{name} is {type(part)}")
     whole = part.full_tensor() if sharded else part
     torch.testing.assert_close(whole, wanted, rtol=1e-3, atol=1e-5)
-for W, before in zip((model.rotation.weight, model.stack), begun, strict=True):
+for W, before in zip(model.turned(), begun, strict=True):
     everywhere = [torch.empty_like(W) for _ in range(world)]
     dist.all_gather(everywhere, W.detach())
     if not all(torch.equal(W, V) for V in everywhere):

@@ -205,7 +205,8 @@ def _exchange() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ConnectionError(
-            "a rank was lost: it ended, or cannot be reached; its own message says why"
+            "a rank was lost: it ended, or cannot be reached, and its own message says why; "
+            "run again with --resume to go on from the last checkpoint"
         ) from error
 
 
