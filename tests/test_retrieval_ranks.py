@@ -34,9 +34,16 @@ def start(script, world, *arguments):
 
 
 def finish(processes):
+    """Wait for all of them; one that waits for ever, for another that failed, is ended."""
+    until, told = time.monotonic() + 240, []
     for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+        try:
+            _, errors = process.communicate(timeout=max(until - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, errors = process.communicate()
+        told.append((process.returncode, errors))
+    assert all(code == 0 for code, _ in told), told
 
 
 TRAINED = """
@@ -63,6 +70,8 @@ class Watched(Run):
     def advance(self):
         super().advance()
         losses.append(self.pending[-1].tolist())
+        if len(losses) > 40:
+            return
         index = [self.layer.rotation.matrix, self.layer.codebooks]
         ranks.check_same(f"step {self.step}", [*index, *self.towers.parameters()], "")
 
@@ -84,7 +93,7 @@ runs = {
     "hinge": {"steps": 20, "loss": "hinge", "negatives": 3, "batch": 8, "method": "gcd-random"},
     "hinge, all": {"steps": 20, "loss": "hinge", "method": "cayley", "fixed_items": True},
     "post-hoc": {"method": "post-hoc", "pool": "mean", "steps": 10},
-    "whole": {"warmup": 200, "steps": 100, "dim": 32, "subspaces": 8, "codewords": 64,
+    "whole": {"warmup": 150, "steps": 50, "dim": 32, "subspaces": 8, "codewords": 64,
               "batch": 256, "every": 50},
 }
 told = {}
@@ -167,7 +176,7 @@ def test_four_ranks_are_one(told):
         losses = [np.array(those[name]["losses"]) for those in (one, four)]
         assert losses[0].shape == losses[1].shape
         assert len(losses[0]) >= 20
-        np.testing.assert_allclose(losses[1][:20], losses[0][:20], 1e-4, 1e-6, err_msg=name)
+        np.testing.assert_allclose(losses[1][:20], losses[0][:20], 1e-5, 1e-7, err_msg=name)
         rows = [[dict(row) for row in those[name]["rows"]] for those in (one, four)]
         assert [r["step"] for r in rows[0]] == [r["step"] for r in rows[1]]
         # The codewords' use is counted over all ranks.

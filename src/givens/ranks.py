@@ -21,6 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 # What the first rank does while others wait, such as the index's start, has to end by then.
 PATIENCE = datetime.timedelta(hours=2)
 
+# Gradients of no more numbers than this are sent in one message.
+BUNDLED = 1 << 20
+
 Made = TypeVar("Made")
 
 
@@ -77,10 +80,17 @@ def add_gradients(parameters: Iterable[Tensor]) -> None:
     if alone():
         return
     gradients = [part.grad for part in parameters if part.grad is not None]
+    large = [gradient for gradient in gradients if gradient.numel() > BUNDLED]
+    small = [gradient for gradient in gradients if gradient.numel() <= BUNDLED]
+    # Small ones travel together: sending takes longer than what is sent.
+    bundle = torch.cat([gradient.flatten() for gradient in small]) if small else None
     with _exchange():
-        for sent in [distributed.all_reduce(gradient, async_op=True) for gradient in gradients]:
+        for sent in [*large, bundle]:
             if sent is not None:
-                sent.wait()
+                distributed.all_reduce(sent)
+    if bundle is not None:
+        for gradient, part in zip(small, bundle.split([g.numel() for g in small]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def copy_from_first(*parts: Tensor | None) -> None:

@@ -152,10 +152,9 @@ class Run:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         (retrieval + c.weight * distortion).backward()  # type: ignore[no-untyped-call]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        ranks.add_gradients(part for group in groups for part in group["params"])
         for optimizer in self.optimizers:
-            ranks.add_gradients(
-                part for group in optimizer.param_groups for part in group["params"]
-            )
             optimizer.step()
         self.step += 1
 
