@@ -250,7 +250,7 @@ def the_rank(torchrun, rank):
 
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_that_dies_stops_all_and_others_go_on(tmp_path, dies):
-    """Killed among two; what it left is gone on from by two, or by four where there are cores."""
+    """Killed among two; what they left is gone on from by one, or by four."""
     data = clicks(tmp_path / "clicks.txt")
     options = ["--warmup", 40, "--steps", 200, "--every", 10, "--dim", 16, "--subspaces", 4]
     options += ["--codewords", 16, "--batch", 64, "--data", data, "-o", tmp_path / "run"]

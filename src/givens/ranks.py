@@ -185,12 +185,12 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def telling_once() -> Iterator[None]:
-    """Let one rank tell of an error that several have; the others leave without a word."""
+    """Let one rank tell of an error that several have; the others end without a word."""
     try:
         yield
     except (ValueError, OSError, ImportError, MemoryError) as error:
         if distributed.is_torchelastic_launched() and _is_told(f"{error}"):
-            raise SystemExit(1) from error
+            os._exit(1)
         raise
 
 
@@ -215,7 +215,7 @@ def _exchange() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ConnectionError(
-            "a rank was lost: it ended, or cannot be reached, and its own message says why; "
+            "a rank was lost: it ended, or cannot be reached, and torchrun says which; "
             "run again with --resume to go on from the last checkpoint"
         ) from error
 
