@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -89,7 +90,9 @@ def add_gradients(parameters: Iterable[Tensor]) -> None:
             if sent is not None:
                 distributed.all_reduce(sent)
     if bundle is not None:
-        for gradient, part in zip(small, bundle.split([g.numel() for g in small]), strict=True):
+        for gradient, part in zip(
+            small, bundle.split_with_sizes([g.numel() for g in small]), strict=True
+        ):
             gradient.copy_(part.view_as(gradient))
 
 
@@ -189,16 +192,18 @@ def telling_once() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError, MemoryError) as error:
-        if distributed.is_torchelastic_launched() and _is_told(f"{error}"):
+        # Each sees in another way that a rank was lost.
+        what = "lost" if isinstance(error, ConnectionError) else f"{error}"
+        if distributed.is_torchelastic_launched() and _is_told(what):
             os._exit(1)
         raise
 
 
-def _is_told(message: str) -> bool:
+def _is_told(what: str) -> bool:
     """Whether another rank has said so, by the store that torchrun keeps for all of them."""
     try:
-        store, _, _ = next(rendezvous("env://"))
-        key = f"givens told, start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}: {message}"
+        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=5)))
+        key = f"givens told, start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}: {what}"
         return int(store.add(key, 1)) > 1
     except RuntimeError:
         # The store is gone with its machine.
@@ -213,10 +218,13 @@ def _rows(total: int, rank: int) -> slice:
 def _exchange() -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
+        # "Connection closed by peer", without the place in gloo's code and its advice.
+        why = re.sub(r"^\[\S+\] ", "", f"{error}").split(". ")[0]
         raise ConnectionError(
-            "a rank was lost: it ended, or cannot be reached, and torchrun says which; "
-            "run again with --resume to go on from the last checkpoint"
+            f"a rank was lost ({why}); run again with --resume to go on from the last checkpoint"
         ) from error
 
 
