@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, distributed, nn
 from torch.nn.utils import parametrize
 
+from givens import ranks
 from givens.fixed import Init, Method, fit
 from givens.kmeans import nearest
 from givens.quantizer import Codes, Metric, Quantizer
@@ -131,7 +132,7 @@ class IndexLayer(nn.Module):
     ) -> None:
         """Fit R, codebooks and centroids to a buffer of embeddings, by `givens.fit`.
 
-        Among several ranks each fits its own sample, and all take what the first has found.
+        Among several ranks the first fits its sample, and all take what it has found.
 
         Args:
             sample: N embeddings, at least as many as codewords and centroids.
@@ -152,27 +153,37 @@ class IndexLayer(nn.Module):
         how: Any = {"method": method, "metric": self.metric, "init": init, "seed": seed}
         how |= {"iterations": iterations, "sample": None, "device": self.codebooks.device}
         with torch.autocast(self.codebooks.device.type, enabled=False):
-            self.start_from(fit(sample.detach().float(), D, K, L, **how))
+            first = ranks.is_first()
+            self.start_from(fit(sample.detach().float(), D, K, L, **how) if first else None)
 
     @torch.no_grad()
-    def start_from(self, q: Quantizer) -> None:
-        """Go on from the parts of a quantizer: one that was fitted before, or saved."""
-        shapes = [None if part is None else tuple(part.shape) for part in (q.codebooks, q.coarse)]
-        mine = (self.codebooks, self.coarse)
-        wanted = [None if part is None else tuple(part.shape) for part in mine]
-        if (shapes, q.metric) != (wanted, self.metric):
-            raise ValueError(
-                f"q must have codebooks and coarse of shapes {wanted} for {self.metric}, "
-                f"but got {shapes} for {q.metric}"
-            )
-        W = q.rotation.mT.to(self.codebooks.device).contiguous()
-        self.codebooks.copy_(q.codebooks)
-        if self.coarse is not None and q.coarse is not None:
-            self.coarse.copy_(q.coarse)
-        self.usage.fill_(1 / q.codewords)
+    def start_from(self, q: Quantizer | None) -> None:
+        """Go on from the parts of a quantizer: one that was fitted before, or saved.
+
+        Among several ranks all take the parts of the first; others may give None.
+        """
+        W = torch.empty_like(self.rotation.matrix, memory_format=torch.contiguous_format)
+        if q is not None:
+            mine = (self.codebooks, self.coarse)
+            wanted = [None if part is None else tuple(part.shape) for part in mine]
+            given = [
+                None if part is None else tuple(part.shape) for part in (q.codebooks, q.coarse)
+            ]
+            if (given, q.metric) != (wanted, self.metric):
+                raise ValueError(
+                    f"q must have codebooks and coarse of shapes {wanted} for {self.metric}, "
+                    f"but got {given} for {q.metric}"
+                )
+            W.copy_(q.rotation.mT)
+            self.codebooks.copy_(q.codebooks)
+            if self.coarse is not None and q.coarse is not None:
+                self.coarse.copy_(q.coarse)
+        elif ranks.is_first():
+            raise ValueError("q must be a Quantizer on the first rank, but got None")
+        ranks.copy_from_first(W, self.codebooks, self.coarse)
+        self.usage.fill_(1 / self.usage.shape[1])
         if self.sums is not None:
             torch.mul(self.codebooks, self.usage[..., None], out=self.sums)
-        _from_first_rank(W, self.codebooks, self.coarse, self.sums)
         if parametrize.is_parametrized(self.rotation):
             self.rotation.weight = W  # type: ignore[assignment]  # by the parametrization's inverse
         else:
@@ -240,7 +251,7 @@ class IndexLayer(nn.Module):
         self.usage.copy_(torch.where(moved, 1 / K, self.usage))
         if self.sums is not None:
             self.sums.copy_(torch.where(moved[..., None], self.codebooks / K, self.sums))
-        _from_first_rank(self.codebooks, self.usage, self.sums)
+        ranks.copy_from_first(self.codebooks, self.usage, self.sums)
         return moved.sum()
 
     def extra_repr(self) -> str:
@@ -289,7 +300,7 @@ class IndexLayer(nn.Module):
         good = residual.isfinite().all(1).repeat_interleave(D)[:, None]
         chosen = torch.cat([one[:, None], residual.view(-1, w)], dim=1).where(good, 0)
         added = residual.new_zeros(D * K, 1 + w).index_add_(0, at, chosen)
-        if _ranks() > 1:
+        if ranks.count() > 1:
             distributed.all_reduce(added)
         # Every subspace has seen all vectors.
         added = added.view(D, K, 1 + w) / added[:K, 0].sum().clamp_min(1)
@@ -346,19 +357,6 @@ def _nearest(Y: Tensor, codebooks: Tensor) -> Tensor:
         found: Tensor = _nearest_operation(Y, codebooks)
         return found
     return nearest(Y, codebooks)
-
-
-def _ranks() -> int:
-    ready = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if ready else 1
-
-
-def _from_first_rank(*parts: Tensor | None) -> None:
-    """Make parts equal on all ranks."""
-    if _ranks() > 1:
-        for part in parts:
-            if part is not None:
-                distributed.broadcast(part, 0)
 
 
 def _check(

@@ -350,5 +350,10 @@ def _check_group(group: dict[str, Any]) -> None:
                 f"{tuple(W.shape)}; leave it to another optimizer, or, if its columns are to stay "
                 f"orthonormal, train a square givens.Rotation and use part of its columns"
             )
+        if hasattr(W, "to_local"):
+            raise ValueError(
+                f"GCD turns whole matrices, but {name} is a DTensor, of which a rank has a part; "
+                "leave it out of fully_shard (ignored_params), and average its gradient over ranks"
+            )
         check_dtype(name, W)
         check_orthogonal(name, W)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from givens import files
+from givens import files, ranks
 from givens.cli import output as out
 from givens.retrieval.config import Config, Method, Start, suited
 
@@ -34,7 +34,7 @@ def train(
     coarse: Annotated[int, typer.Option(help="Lists of an inverted file; 0 for none.")] = 0,
     warmup: Annotated[int | None, typer.Option(help="Steps without the index.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps with it.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Examples of a step.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Examples of a step, of all ranks.")] = None,
     history: Annotated[int | None, typer.Option(help="Items the user tower looks back at.")] = None,
     pool: Annotated[str, typer.Option(help="Of the history: mean or attention.")] = "attention",
     loss: Annotated[str, typer.Option(help="softmax or hinge.")] = "softmax",
@@ -60,48 +60,67 @@ def train(
     "user item [time]" and lines of "user item item …". Writes into the folder: config.json,
     metrics.jsonl, towers.safetensors, quantizer.safetensors, index.faiss and results.json.
 
+    Under torchrun its processes train one model together, on a GPU each with --device cuda.
+
     Example: givens train -o run --data ml-1m --method gcd-greedy --device cuda
+
+    Example: torchrun --nproc-per-node 8 -m givens train -o run --data ml-1m --device cuda
     """
+    with ranks.telling_once():
+        _train(
+            output,
+            data,
+            resume=resume,
+            device=device,
+            method=method,
+            start=start,
+            exact=exact,
+            dim=dim,
+            subspaces=subspaces,
+            codewords=codewords,
+            coarse=coarse,
+            warmup=warmup,
+            steps=steps,
+            batch=batch,
+            history=history,
+            pool=pool,
+            loss=loss,
+            negatives=negatives,
+            lr=lr,
+            joint_lr=joint_lr,
+            angle=angle,
+            weight=weight,
+            every=every,
+            seed=seed,
+        )
+        ranks.leave()
+
+
+def _train(output: Path, data: Path | None, *, resume: bool, device: str, **options: Any) -> None:
+    """The command, by one process or as one rank of several."""
     from givens.retrieval.data import click_log
     from givens.retrieval.readers import read
+    from givens.retrieval.train import CHECKPOINT
     from givens.retrieval.train import train as trained
 
     began = time.perf_counter()
-    place = out.check_device(device)
-    if (output / "checkpoint.safetensors").exists() and not resume:
+    place = ranks.join(out.check_device(device))
+    if (output / CHECKPOINT).exists() and not resume:
         raise ValueError(f"{output} holds a run; go on with --resume, or choose another folder")
     log = click_log() if data is None else read(data)
-    config = suited(
-        log,
-        small=data is None,
-        method=method,
-        start=start,
-        exact=exact,
-        dim=dim,
-        subspaces=subspaces,
-        codewords=codewords,
-        coarse=coarse,
-        warmup=warmup,
-        steps=steps,
-        batch=batch,
-        history=history,
-        pool=pool,
-        loss=loss,
-        negatives=negatives,
-        lr=lr,
-        joint_lr=joint_lr,
-        angle=angle,
-        weight=weight,
-        every=every,
-        seed=seed,
-    )
+    config = suited(log, small=data is None, **options)
     config.check(log)
+    if not ranks.is_first():
+        trained(log, config, output, resume=resume, device=place)
+        return
     typer.echo(log)
     output.mkdir(parents=True, exist_ok=True)
-    options = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
-    about = out.record(seed, device, data=data and str(data), **options)
+    chosen = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
+    if not ranks.alone():
+        chosen["ranks"] = ranks.count()
+    about = out.record(config.seed, device, data=data and str(data), **chosen)
     # A run that goes on keeps its own record, whose options were the same or are refused below.
-    if not (output / "checkpoint.safetensors").exists():
+    if not (output / CHECKPOINT).exists():
         files.write_json(output / "config.json", {**about, "log": str(log)})
     with out.progress("warm-up") as bar:
 

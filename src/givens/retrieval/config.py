@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from givens import ranks
 from givens.retrieval.data import Log
 from givens.retrieval.towers import Pool
 
@@ -54,6 +55,7 @@ class Config:
     negatives: int | None = None
     """Drawn alike, and shared by a batch beside its targets; None for all items."""
     batch: int = 1024
+    """Examples of a step, on all ranks together."""
     lr: float = 1e-3
     """Of the towers, by Adam; it falls to 0 by a cosine in each phase."""
     joint_lr: float = 1e-3
@@ -121,7 +123,7 @@ class Config:
         return self.warmup + self.steps
 
     def check(self, log: Log) -> None:
-        """Refuse a log that is too small for the index."""
+        """Refuse a log that is too small for the index, and a batch that ranks cannot share."""
         for name in ("codewords", "coarse"):
             items, wanted = min(log.catalogue, self.sample), getattr(self, name)
             if items < wanted:
@@ -131,6 +133,11 @@ class Config:
                 )
         if not self.history and log.words is None:
             raise ValueError("history must be at least 1 where a log has no words, but got 0")
+        if self.batch % ranks.count():
+            raise ValueError(
+                f"batch must be divisible by the number of ranks, but got batch={self.batch} "
+                f"for {ranks.count()}"
+            )
 
 
 def suited(log: Log, *, small: bool = False, **options: Any) -> Config:

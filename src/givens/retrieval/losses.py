@@ -1,12 +1,15 @@
 """Retrieval losses over candidates that a batch shares.
 
 s_bc = ⟨user b, candidate c⟩, a cosine in full precision; t_b the column of the target of row b.
+Among ranks, which have as many rows each, a loss is this one's share of the mean over all rows.
 """
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
+
+from givens import ranks
 
 
 def softmax_loss(
@@ -36,7 +39,8 @@ def softmax_loss(
     if same is not None:
         again = same.scatter(1, target[:, None], False)
         logits = logits.masked_fill(again, -torch.inf)
-    return functional.cross_entropy(logits, target)
+    mean = functional.cross_entropy(logits, target)
+    return ranks.share(mean, 1, ranks.count())
 
 
 def hinge_loss(
@@ -53,4 +57,4 @@ def hinge_loss(
     if same is None:
         same = torch.zeros_like(scores, dtype=torch.bool)
     other = ~same.scatter(1, target[:, None], True)
-    return (loss * other).sum() / other.sum().clamp_min(1)
+    return (loss * other).sum() / ranks.added(other.sum()).clamp_min(1)

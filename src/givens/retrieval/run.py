@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
+from givens import ranks
 from givens.baselines import optimizer_for
 from givens.fixed import fit
 from givens.layer import IndexLayer
@@ -69,6 +70,8 @@ class Run:
         self.rows: list[Row] = []
         self.best = Best(-1.0, 0, {})
         self.start: Quantizer | None = None
+        # Where all items are candidates: a rank's part of them. One alone does without the list.
+        self.everything = None if ranks.alone() else torch.arange(log.catalogue, device=self.device)
         # Losses that were not looked at yet: looking waits for the device.
         self.pending: list[Tensor] = []
         self.turned_from = self.layer.rotation.matrix.detach().clone()
@@ -79,6 +82,12 @@ class Run:
     def joint(self) -> bool:
         """Whether the index is in."""
         return self.layer.warm
+
+    @property
+    def candidates(self) -> int:
+        """How many items a step compares."""
+        c = self.config
+        return self.log.catalogue if c.negatives is None else c.batch + c.negatives
 
     def parts(self) -> dict[str, Tensor]:
         """All that is learned, by name."""
@@ -126,7 +135,8 @@ class Run:
     def begin_joint(self) -> None:
         """Collect embeddings of items from the best towers, and start the index from them.
 
-        Unless there is a `start` already, which another run from the same towers has found.
+        Unless there is a `start` already, which another run from the same towers has found. Ranks
+        embed a part of the items each, and the first starts the index for all.
         """
         c = self.config
         self.put(self.best.parts)
@@ -145,57 +155,66 @@ class Run:
         """Embeddings of items, drawn alike."""
         drawn = np.random.default_rng(self.config.seed).permutation(self.log.catalogue)
         ids = torch.from_numpy(np.sort(drawn[: self.config.sample])).to(self.device)
-        return self.towers.item(ids)
+        return ranks.gathered(self.towers.item(ids[ranks.rows(len(ids))]), len(ids))
 
     def advance(self) -> None:
-        """One step."""
+        """One step: every rank draws the whole batch, and works on its rows of it."""
         c, t = self.config, self.step
         self.set_rates()
         asked, target = self.examples.draw(t, c.batch, progress=t / c.total)
         asked = self.examples.kept(asked, c.dropout)
+        mine = asked[ranks.rows(c.batch)]
         drawn = None if c.negatives is None else self.examples.uniform(c.negatives)
-        self.pending.append(self.learn(asked.history, asked.words, target, drawn))
+        self.pending.append(self.learn(mine.history, mine.words, target, drawn))
         self.step += 1
 
     def update(
         self,
-        history: Int[Tensor, "b h"],
-        words: Int[Tensor, "b w"] | None,
+        history: Int[Tensor, "rows h"],
+        words: Int[Tensor, "rows w"] | None,
         target: Int[Tensor, " b"],
         drawn: Int[Tensor, " m"] | None,
     ) -> Float[Tensor, " 2"]:
-        """Learn from a batch: its retrieval loss and its distortion."""
+        """Learn from a rank's rows of a batch: the batch's retrieval loss and its distortion."""
         retrieval, distortion = self.losses(self.towers.user(Asked(history, words)), target, drawn)
-        losses = torch.stack([retrieval.detach(), distortion.detach()])
+        losses = ranks.added(torch.stack([retrieval.detach(), distortion.detach()]))
         if self.device.type == "cpu":
             check_finite(self.step, [losses])
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         (retrieval + self.config.weight * distortion).backward()  # type: ignore[no-untyped-call]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        ranks.add_gradients(part for group in groups for part in group["params"])
         for optimizer in self.optimizers:
             optimizer.step()
         return losses
 
     def losses(
         self,
-        users: Float[Tensor, "b n"],
+        users: Float[Tensor, "rows n"],
         target: Int[Tensor, " b"],
         drawn: Int[Tensor, " m"] | None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """The retrieval loss over candidates that the batch shares, and their distortion."""
-        c = self.config
-        ids, column, log_q, same = None, target, None, None
+        """The retrieval loss over candidates that the batch shares, and their distortion.
+
+        Among ranks each has its rows of the batch, and its share of both. The candidates are of the
+        whole batch: a rank embeds a part of them, and all gather them.
+        """
+        c, mine = self.config, ranks.rows(len(target))
+        ids, column, log_q, same = self.everything, target[mine], None, None
         if drawn is not None:
             ids = torch.cat([target, drawn])
-            column = torch.arange(len(target), device=self.device)
-            same = target[:, None] == ids
+            column = torch.arange(len(target), device=self.device)[mine]
+            same = target[mine, None] == ids
             # How often an item is expected among the candidates.
             often = c.batch * self.examples.popularity[ids] + len(drawn) / self.log.catalogue
             log_q = often.log()
-        items = self.towers.item(ids)
+        items = self.towers.item(None if ids is None else ids[ranks.rows(self.candidates)])
         distortion = users.new_zeros(())
         if self.joint:
             items, _, distortion = self.layer(items)
+            distortion = ranks.share(distortion, len(items), self.candidates)
+        items = ranks.gathered(items, self.candidates)
         if c.loss == "hinge":
             return hinge_loss(users, items, column, margin=c.margin, same=same), distortion
         loss = softmax_loss(users, items, column, temperature=c.temperature, log_q=log_q, same=same)
@@ -217,14 +236,56 @@ class Run:
 
     @torch.no_grad()
     def look(self) -> Row:
-        """Measure on the validation users, and keep the parts if they did best."""
+        """Measure on the validation users, and keep the parts if they did best.
+
+        The first rank measures, and decides for all.
+        """
+        if self.joint:
+            self.meet()
+        row = ranks.from_first(self.seen)
+        self.pending.clear()
+        self.turned_from = self.layer.rotation.matrix.detach().clone()
+        if row["recall"] > self.best.recall:
+            self.best = Best(row["recall"], self.step, self.copied())
+        self.rows.append(row)
+        return row
+
+    def check_ranks(self) -> None:
+        """Refuse ranks that would not train the same model on the same draws."""
+        if ranks.alone():
+            return
+        _, drawn = self.examples.draw(self.step, self.config.batch)
+        stands: list[Tensor | str] = [
+            self.log.fingerprint,
+            repr(self.config),
+            repr(self.step),
+            drawn,
+        ]
+        ranks.check_same(
+            "log, options, checkpoint and draws",
+            stands,
+            "give all the same options and a folder that they share, on machines of one kind",
+        )
+
+    def meet(self) -> None:
+        """Count the codewords' use on all ranks, and make sure that they have the same index."""
+        mine, usage = ranks.rows(self.candidates), self.layer.usage
+        # A moving average of means: that over all is the mean of those over parts.
+        usage.copy_(ranks.added(ranks.share(usage, mine.stop - mine.start, self.candidates)))
+        ranks.check_same(
+            "R and codebooks",
+            [self.layer.rotation.matrix, self.layer.codebooks],
+            "train on machines of one kind, or go on from the last checkpoint",
+        )
+
+    def seen(self) -> Row:
+        """What a look sees."""
         row: Row = {"step": self.step, "phase": "joint" if self.joint else "towers"}
         if self.pending:
             check_finite(self.step - len(self.pending), self.pending)
             retrieval, distortion = torch.stack(self.pending).double().mean(0).tolist()
             row["loss"] = retrieval + self.config.weight * distortion
             row["retrieval"] = retrieval
-            self.pending.clear()
         users, items = self.towers.user(self.valid.asked), self.towers.item()
         row["recall_full"] = self.recall(users, items)
         row["recall"] = row["recall_full"]
@@ -235,13 +296,9 @@ class Run:
             row["orthogonality"] = orthogonality_error(self.layer.rotation.matrix)
             row["perplexity"] = float(self.layer.perplexity.mean())
             row["dead"] = int(self.layer.dead.sum())
-            R = self.layer.rotation.matrix.detach().clone()
+            R = self.layer.rotation.matrix
             # Root mean square over the axes, of all steps since the last look.
             row["angle"] = float((R - self.turned_from).norm()) / math.sqrt(len(R))
-            self.turned_from = R
-        if row["recall"] > self.best.recall:
-            self.best = Best(row["recall"], self.step, self.copied())
-        self.rows.append(row)
         return row
 
     def recall(self, users: Tensor, items: Tensor) -> float:
@@ -266,15 +323,15 @@ class Run:
             return self.quantizer()
         from givens.export.faiss import fit_opq
 
-        c = self.config
-        q = fit_opq(self.towers.item().cpu(), c.subspaces, c.codewords, c.coarse, metric="cosine")
-        return q.to(self.device)
+        c, items = self.config, self.towers.item().cpu()
+        sizes = (c.subspaces, c.codewords, c.coarse)
+        return ranks.from_first(lambda: fit_opq(items, *sizes, metric="cosine")).to(self.device)
 
 
 def capturable(config: Config, *, joint: bool) -> bool:
     """Whether a step waits for nothing, so that it can be recorded."""
     waits = config.method == "expm" or config.exact
-    return not (joint and waits)
+    return ranks.alone() and not (joint and waits)
 
 
 def rotation_learner(layer: IndexLayer, config: Config) -> Optimizer:
@@ -298,6 +355,9 @@ def start_index(layer: IndexLayer, sample: Float[Tensor, "N n"], config: Config)
     """R by OPQ, the identity or at random, and codebooks for it."""
     if config.start == "opq":
         layer.warm_start(sample, config.iterations, seed=config.seed)
+        return
+    if not ranks.is_first():
+        layer.start_from(None)
         return
     R = torch.eye(config.dim, device=sample.device)
     if config.start == "random":

@@ -5,7 +5,8 @@
     warm start   of rotation and codebooks, by OPQ on them
     joint        towers, codebooks and rotation: retrieval loss + weight · distortion
 
-Both learning phases end with the step that did best on the validation users.
+Both learning phases end with the step that did best on the validation users. Where a process group
+is there, its ranks do this together, as one would alone: the first writes, tells and measures.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from givens import files
+from givens import files, ranks
 from givens.quantizer import Quantizer
 from givens.retrieval import checkpoint, evaluate
 from givens.retrieval.config import Config
@@ -30,7 +31,14 @@ from givens.retrieval.towers import Towers
 # Saving takes at most this part of the time, unless it takes no time at all.
 SAVING, QUICK = 0.05, 0.5
 
+# The file of a folder that a run goes on from.
+CHECKPOINT = "checkpoint.safetensors"
+
 Tell = Callable[[Row], object]
+
+
+def unheard(row: Row) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +64,7 @@ def train(
     towers: dict[str, Tensor] | None = None,
     start: Quantizer | None = None,
     device: torch.device | str = "cpu",
-    tell: Tell = lambda row: None,
+    tell: Tell = unheard,
 ) -> Trained:
     """Train towers and index, and measure them on the test users.
 
@@ -68,15 +76,18 @@ def train(
         towers: from `warm_up` or `load_towers`, to go on from instead of the first phase.
         start: the index that another run began with from these towers, instead of the third phase.
         device: where to work.
-        tell: is told of every look at the validation users.
+        tell: is told of every look at the validation users, on the first rank.
     """
     run = Run(log, config, device)
     run.start = start
-    saver = Saver(run, folder)
     if towers is not None:
         run.adopt(towers)
-    if resume:
-        saver.resume()
+    if resume and folder is not None and (folder / CHECKPOINT).exists():
+        checkpoint.load(run, folder / CHECKPOINT)
+    run.check_ranks()
+    if not ranks.is_first():
+        folder, tell = None, unheard
+    saver = Saver(run, folder)
     with board(folder, run.step) as show:
         while run.step < config.total:
             if run.step == config.warmup:
@@ -89,19 +100,12 @@ def train(
                 saver.save()
                 tell(run.rows[-1])
     quantizer = run.indexed()
-    index, results = measured(run, quantizer)
-    if folder is not None:
-        from givens.export.faiss import save_index
-
-        checkpoint.save_towers(run, folder / "towers.safetensors")
-        quantizer.save(folder / "quantizer.safetensors")
-        save_index(index, folder / "index.faiss", {"log": str(log), "step": run.best.step})
-        files.write_json(folder / "results.json", results)
+    results = ranks.from_first(lambda: finished(run, quantizer, folder))
     return Trained(run.towers, quantizer, run.start, run.rows, results)
 
 
 def warm_up(
-    log: Log, config: Config, *, device: torch.device | str = "cpu", tell: Tell = lambda row: None
+    log: Log, config: Config, *, device: torch.device | str = "cpu", tell: Tell = unheard
 ) -> dict[str, Tensor]:
     """The first phase alone: its best towers, for runs that are to share them."""
     run = Run(log, config, device)
@@ -110,6 +114,19 @@ def warm_up(
         if run.step % config.every == 0 or run.step == config.warmup:
             tell(run.look())
     return {name: part for name, part in run.best.parts.items() if name.startswith("towers.")}
+
+
+def finished(run: Run, quantizer: Quantizer, folder: Path | None) -> dict[str, Any]:
+    """The results, with all that is made of them in the folder, where there is one."""
+    index, results = measured(run, quantizer)
+    if folder is not None:
+        from givens.export.faiss import save_index
+
+        checkpoint.save_towers(run, folder / "towers.safetensors")
+        quantizer.save(folder / "quantizer.safetensors")
+        save_index(index, folder / "index.faiss", {"log": str(run.log), "step": run.best.step})
+        files.write_json(folder / "results.json", results)
+    return results
 
 
 @torch.no_grad()
@@ -150,11 +167,6 @@ class Saver:
             folder.mkdir(parents=True, exist_ok=True)
             files.check_writable(folder / "metrics.jsonl")
 
-    def resume(self) -> None:
-        """Go on from the checkpoint, if there is one."""
-        if self.folder is not None and (self.folder / "checkpoint.safetensors").exists():
-            checkpoint.load(self.run, self.folder / "checkpoint.safetensors")
-
     def save(self) -> None:
         """Save, unless it takes too long to be done so often."""
         began = time.perf_counter()
@@ -164,7 +176,7 @@ class Saver:
         lines = "".join(json.dumps(row, sort_keys=True) + "\n" for row in self.run.rows)
         with files.replacing(self.folder / "metrics.jsonl") as temporary:
             temporary.write_text(lines)
-        checkpoint.save(self.run, self.folder / "checkpoint.safetensors")
+        checkpoint.save(self.run, self.folder / CHECKPOINT)
         self.last = time.perf_counter()
         self.spent = self.last - began
 
@@ -179,7 +191,7 @@ def board(folder: Path | None, step: int) -> Iterator[Tell]:
 
             writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
     if writer is None:
-        yield lambda row: None
+        yield unheard
         return
 
     def show(row: Row) -> None:
