@@ -425,7 +425,7 @@ def test_train_leaves_a_run_that_other_commands_read(clicks, monkeypatch):
     told = invoke("train", "-o", "run", "--data", "clicks.txt", *TRAIN.split(), "--coarse", 4)
     assert "clicks.txt: 2,000 clicks of 100 users on 60 items; 20 users held out" in told
     assert "index, 4 bytes: precision@10" in told
-    assert "Next: givens inspect run/quantizer.safetensors" in told
+    assert "Next: givens report run -o report.html" in told
     assert {"config.json", "metrics.jsonl", "results.json", "index.faiss", "index.faiss.json"} < {
         *names(clicks / "run")
     }

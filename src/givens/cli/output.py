@@ -120,6 +120,11 @@ def check_device(name: str) -> torch.device:
     return device
 
 
+def check_faiss() -> None:
+    """Find out before the work whether an index can be made of it."""
+    import givens.export.faiss  # noqa: F401
+
+
 def pyplot() -> Any:
     """Matplotlib, for files only."""
     try:

@@ -10,6 +10,7 @@ import typer
 from givens import files
 from givens.cli import output as out
 from givens.retrieval.config import Config, Method, Start, suited
+from givens.retrieval.data import Log
 
 METHODS = get_args(Method)
 
@@ -68,6 +69,7 @@ def train(
 
     began = time.perf_counter()
     place = out.check_device(device)
+    out.check_faiss()
     if (output / "checkpoint.safetensors").exists() and not resume:
         raise ValueError(f"{output} holds a run; go on with --resume, or choose another folder")
     log = click_log() if data is None else read(data)
@@ -98,11 +100,11 @@ def train(
     config.check(log)
     typer.echo(log)
     output.mkdir(parents=True, exist_ok=True)
-    options = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
-    about = out.record(seed, device, data=data and str(data), **options)
     # A run that goes on keeps its own record, whose options were the same or are refused below.
-    if not (output / "checkpoint.safetensors").exists():
-        files.write_json(output / "config.json", {**about, "log": str(log)})
+    fresh = not (output / "checkpoint.safetensors").exists()
+    about = run_record(config, log, device, data)
+    if fresh:
+        files.write_json(output / "config.json", about)
     with out.progress("warm-up") as bar:
 
         def tell(row: dict[str, Any]) -> None:
@@ -112,12 +114,22 @@ def train(
     for line in _told(config, done.results):
         typer.echo(line)
     spent = time.perf_counter() - began
+    # What a run took that was stopped in between, nobody has measured.
+    if fresh:
+        files.write_json(output / "config.json", {**about, "seconds": spent})
     index = output / "index.faiss"
     typer.echo(
         f"Written in {spent:.0f} s: {output}/ (config.json, metrics.jsonl, results.json, "
         f"towers.safetensors, quantizer.safetensors, index.faiss of {out.size(index)})\n"
-        f"Next: givens inspect {output}/quantizer.safetensors, tensorboard --logdir {output}"
+        f"Next: givens report {output} -o report.html, tensorboard --logdir {output}"
     )
+
+
+def run_record(config: Config, log: Log, device: str, data: Path | None) -> dict[str, Any]:
+    """How a run comes about, for its config.json."""
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
+    about = out.record(config.seed, device, data=data and str(data), **options)
+    return {**about, "log": str(log)}
 
 
 def _note(row: dict[str, Any]) -> str:

@@ -55,17 +55,23 @@ def search(index: Any, users: Float[Tensor, "b n"], held: Held, k: int) -> Ranki
     if (lists := inverted(index)) is not None:
         lists.nprobe = lists.nlist
     m, device = index.ntotal, users.device
-    who = torch.arange(len(users), device=device)[:, None]
     # Enough that k are left when those that were seen are taken out.
     most = int(torch.bincount(held.seen // m, minlength=1).max()) if len(held.seen) else 0
     scores, found = index.search(users.detach().cpu().numpy(), min(k + most, m))
-    items = torch.from_numpy(found).to(device)
-    drop = torch.isin(who * m + items, held.seen) | (items < 0)
-    order = drop.int().sort(dim=1, stable=True).indices[:, : min(k, m)]
+    answers = Ranking(torch.from_numpy(found).to(device), torch.from_numpy(scores).to(device))
+    return unseen(answers, held, m, min(k, m))
+
+
+def unseen(answers: Ranking, held: Held, catalogue: int, k: int) -> Ranking:
+    """The first k of an index's answers without what the users have seen."""
+    items = answers.items
+    who = torch.arange(len(items), device=items.device)[:, None]
+    drop = torch.isin(who * catalogue + items, held.seen) | (items < 0)
+    order = drop.int().sort(dim=1, stable=True).indices[:, :k]
     gone = drop.gather(1, order)
-    values = torch.from_numpy(scores).to(device).gather(1, order)
     return Ranking(
-        items.gather(1, order).masked_fill(gone, -1), values.masked_fill(gone, -torch.inf)
+        items.gather(1, order).masked_fill(gone, -1),
+        answers.scores.gather(1, order).masked_fill(gone, -torch.inf),
     )
 
 

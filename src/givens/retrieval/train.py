@@ -76,6 +76,7 @@ def train(
         while run.step < config.total:
             if run.step == config.warmup:
                 run.begin_joint()
+                saver.keep_start()
                 show(run.look())
                 tell(run.rows[-1])
             run.advance()
@@ -89,6 +90,10 @@ def train(
         from givens.export.faiss import save_index
 
         checkpoint.save_towers(run, folder / "towers.safetensors")
+        held = run.examples.held(log.test)
+        with torch.no_grad():
+            users = run.towers.user(held.asked)
+        checkpoint.save_users(users, held, folder / "users.safetensors")
         quantizer.save(folder / "quantizer.safetensors")
         save_index(index, folder / "index.faiss", {"log": str(log), "step": run.best.step})
         files.write_json(folder / "results.json", results)
@@ -149,6 +154,11 @@ class Saver:
         """Go on from the checkpoint, if there is one."""
         if self.folder is not None and (self.folder / "checkpoint.safetensors").exists():
             checkpoint.load(self.run, self.folder / "checkpoint.safetensors")
+
+    def keep_start(self) -> None:
+        """Keep the index as it begins, to be compared with how it ends."""
+        if self.folder is not None and self.run.joint:
+            self.run.quantizer().save(self.folder / "start.safetensors")
 
     def save(self) -> None:
         """Save, unless it takes too long to be done so often."""
