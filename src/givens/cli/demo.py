@@ -43,8 +43,7 @@ def demo(
     from givens.retrieval.train import train, warm_up
 
     began = time.perf_counter()
-    out.check_faiss()
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     files.check_writable(output / "report.html")
     log = click_log(**LOG)
     config = suited(log, small=True, **{**OPTIONS, "seed": seed})

@@ -45,7 +45,7 @@ def fig4(
     place = out.check_device(device).type
     sizes = _sizes(dims) or ((16, 32) if smoke else fig4.DIMS[place])
     pyplot = out.pyplot()
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     if rows:
         measured = read(rows)
     else:
@@ -111,7 +111,7 @@ def _fig2(part: str, data: Path, output: Path, device: str, iterations: int, smo
     x = fig2.read_base(data, place)
     if smoke:
         x, iterations = x[:5000], min(iterations, 3)
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     rows, picture = output / f"fig2{part}.json", output / f"fig2{part}.png"
     with out.progress("runs") as bar:
         # At the most: a method's best rate may be the paper's.
@@ -156,7 +156,7 @@ def fig3(
     pyplot = out.pyplot()
     log = log_for(data, smoke=smoke)
     configs = _configs(log, (16,), seeds or 1, smoke, warmup=warmup, steps=steps)
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     place = out.check_device(device).type
     with out.progress("runs") as bar:
         bar.start(len(configs) * (len(fig3.CURVES) + 1))
@@ -187,7 +187,7 @@ def table1(
     bytes_of_codes = _sizes(sizes, "--sizes")
     count = seeds or (2 if smoke else SEEDS)
     configs = _configs(log, bytes_of_codes, count, smoke, warmup=warmup, steps=steps)
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     place = out.check_device(device).type
     with out.progress("runs") as bar:
         bar.start(len(configs) * len(METHODS) + count)
@@ -220,7 +220,7 @@ def when(
     count = seeds or (2 if smoke else SEEDS)
     options = {"dim": dim, "warmup": warmup, "steps": steps}
     options |= {name: value for name, value in SMALL.items() if smoke and not options.get(name)}
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     place = out.check_device(device).type
     with out.progress("runs") as bar:
         bar.start(count * len(made) * (4 * len(when.STARTS) + 1))

@@ -69,7 +69,6 @@ def train(
 
     began = time.perf_counter()
     place = out.check_device(device)
-    out.check_faiss()
     if (output / "checkpoint.safetensors").exists() and not resume:
         raise ValueError(f"{output} holds a run; go on with --resume, or choose another folder")
     log = click_log() if data is None else read(data)
@@ -99,7 +98,7 @@ def train(
     )
     config.check(log)
     typer.echo(log)
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     # A run that goes on keeps its own record, whose options were the same or are refused below.
     fresh = not (output / "checkpoint.safetensors").exists()
     about = run_record(config, log, device, data)

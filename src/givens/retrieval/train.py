@@ -66,6 +66,9 @@ def train(
         device: where to work.
         tell: is told of every look at the validation users.
     """
+    # Before the work: a missing package.
+    from givens.export.faiss import save_index
+
     run = Run(log, config, device)
     saver = Saver(run, folder)
     if towers is not None:
@@ -87,8 +90,6 @@ def train(
     quantizer = run.indexed()
     index, results = measured(run, quantizer)
     if folder is not None:
-        from givens.export.faiss import save_index
-
         checkpoint.save_towers(run, folder / "towers.safetensors")
         held = run.examples.held(log.test)
         with torch.no_grad():
