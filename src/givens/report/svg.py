@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 # Small, so that its letters are still read where a phone shrinks it.
-WIDTH, HEIGHT = 420, 270
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 42
+WIDTH, HEIGHT = 420, 280
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 30, 44
 # Of a heat map at most; a larger matrix is shown by the largest entry of each block.
 PIXELS = 128
 HEAT = (224, 92, 48)
@@ -30,6 +30,8 @@ class Series:
     line: bool = True
     dashed: bool = False
     hollow: bool = False
+    value: str = ""
+    """The number to tell of it beside its name."""
     notes: Sequence[str] = ()
     """A word beside each point."""
 
@@ -51,7 +53,6 @@ def chart(
     y: Axis,
     *,
     alt: str,
-    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Lines and points; each point tells its numbers when it is pointed at.
 
@@ -60,9 +61,8 @@ def chart(
         x: the axis along.
         y: the axis up.
         alt: the picture in words.
-        marks: places along x where something happened, and what.
     """
-    xs = [at for one in series for at, _ in one.points] + [at for at, _ in marks]
+    xs = [at for one in series for at, _ in one.points]
     ys = [value for one in series for _, value in one.points]
     across, up = Scale(xs, x, LEFT, WIDTH - RIGHT), Scale(ys, y, HEIGHT - BOTTOM, TOP)
     parts = [
@@ -81,13 +81,8 @@ def chart(
         f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>',
         f'<text class="name" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">'
         f"{escape(x.name)} →</text>",
-        f'<text class="name" x="{LEFT - 44}" y="{HEIGHT - 6}">↑ {escape(y.name)}</text>',
+        f'<text class="name" x="0" y="14">↑ {escape(y.name)}</text>',
     ]
-    for at, what in marks:
-        parts.append(
-            f'<path class="mark" d="M{across(at):.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
-            f'<text class="tick" x="{across(at) + 5:.1f}" y="{TOP + 9}">{escape(what)}</text>'
-        )
     for one in series:
         parts.append(_drawn(one, across, up, x, y))
     return "".join([*parts, "</svg>"])
