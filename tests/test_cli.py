@@ -126,7 +126,7 @@ def test_demo_shows_three_ways(tmp_path, monkeypatch):
         assert faiss.read_index(str(folder / "index.faiss")).ntotal == 300
     for number in ("full", "popularity"):
         assert f"{100 * results[number]['recall@100']:.2f} %" in told
-    assert "GCD-G: the distortion ends at" in told
+    assert "GCD-G: after the last step the distortion is" in told
     assert "points" in told
     search = told.split("givens search ")[1].splitlines()[0].split()
     assert "among 300 vectors" in invoke("search", *search)

@@ -44,12 +44,12 @@ def _alike(one: Folder, other: Folder) -> bool:
 
 
 def _on_distortion(mine: Folder, frozen: Folder) -> str:
-    here, there = mine.distortion or 0.0, frozen.distortion or 0.0
+    here, there = (run.joint[-1]["distortion"] for run in (mine, frozen))
     change = 100 * (here / max(there, 1e-300) - 1)
     way = "lower" if change < 0 else "higher"
     return (
-        f"{mine.label}: the distortion ends at {here:.4f}, {abs(change):.1f} % {way} than with "
-        f"the rotation frozen ({there:.4f})."
+        f"{mine.label}: after the last step the distortion is {here:.4f}, {abs(change):.1f} % "
+        f"{way} than with the rotation frozen ({there:.4f})."
     )
 
 
