@@ -16,9 +16,10 @@ from givens.report.runs import Folder
 from givens.retrieval.config import Method, suited
 from givens.retrieval.data import click_log
 
-# The log, and how the runs differ from what `givens train` does with it.
+# The built-in log, and how the runs differ from what `givens train` does with it: codes of 4 bits,
+# as small indexes have them, and R starts as the identity, so that learning it is all it gets.
 LOG: dict[str, Any] = {}
-OPTIONS: dict[str, Any] = {"every": 50}
+OPTIONS: dict[str, Any] = {"subspaces": 16, "codewords": 16, "start": "identity", "every": 50}
 METHODS: tuple[Method, ...] = ("post-hoc", "frozen", "gcd-greedy")
 # What a step with the index takes beside one without it, and the report beside all steps.
 JOINT_COST, REPORT_COST = 1.5, 0.05

@@ -121,7 +121,7 @@ def measured(run: Run, quantizer: Quantizer) -> tuple[Any, dict[str, Any]]:
     held = run.examples.held(run.log.test)
     users, items = run.towers.user(held.asked), run.towers.item()
     index = to_faiss(quantizer, items.cpu())
-    decoded = quantizer.decode(quantizer.encode(items))
+    decoded = evaluate.as_indexed(index, items, quantizer.decode(quantizer.encode(items)))
     k = min(max(evaluate.KS), run.log.catalogue)
     rankings = {
         "index": evaluate.search(index, users, held, k),
