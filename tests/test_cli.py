@@ -1,6 +1,7 @@
 import contextlib
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,8 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import givens
-from givens.cli import app, main
-from givens.cli.demo import METHODS
+from givens.cli import Interrupted, app, main
 from givens.cli.evaluate import first_recall, recall
 from givens.export.faiss import from_faiss
 
@@ -79,22 +79,60 @@ def folder(tmp_path):
     return tmp_path
 
 
+COMMANDS = ("fit", "build", "search", "evaluate", "train", "report", "inspect", "demo")
+
+
 def test_version_and_help():
-    assert CliRunner().invoke(app, ["--version"]).output.strip() == f"givens {givens.__version__}"
-    for command in ("fit", "build", "search", "evaluate", "train", "inspect", "demo"):
+    assert run("--version").stdout == f"givens {givens.__version__}\n"
+    for command in COMMANDS:
         assert f"Example: givens {command}" in invoke(command, "--help")
 
 
-def test_demo_shows_every_method(tmp_path):
-    done = run("demo", "--dim", 8, "--steps", 40, "-o", tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = {row["method"]: row for row in json.loads((tmp_path / "convergence.json").read_text())}
-    assert set(rows) == set(METHODS)
-    for method, row in rows.items():
-        assert method in done.stdout
-        assert method == "frozen" or row["excess"][-1] < 0.2 < row["excess"][0]
-    assert rows["gcd-greedy"]["excess"][-1] < 0.1
-    assert (tmp_path / "convergence.png").stat().st_size > 10_000
+def test_shells_complete_it(tmp_path):
+    script = Path(sys.executable).with_name("givens")
+    shell = {**os.environ, "HOME": str(tmp_path)}
+    # The last command of bash takes its place, and then no shell is found above it.
+    for option in ("--show-completion", "--install-completion"):
+        done = subprocess.run(
+            ["bash", "-c", f"{script} {option}; exit $?"], capture_output=True, text=True, env=shell
+        )
+        assert done.returncode == 0, done.stderr
+        assert "completion" in done.stdout
+    installed = (tmp_path / ".bash_completions" / "givens.sh").read_text()
+    assert "complete -o default -F _givens_completion givens" in installed
+    asked = {"_GIVENS_COMPLETE": "complete_bash", "COMP_WORDS": "givens ", "COMP_CWORD": "1"}
+    done = subprocess.run([script], capture_output=True, text=True, env={**shell, **asked})
+    assert {*COMMANDS, "paper"} == set(done.stdout.split())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_demo_shows_three_ways(tmp_path, monkeypatch):
+    """In small: the whole of it, and its numbers are those of the runs."""
+    demo = sys.modules["givens.cli.demo"]
+    monkeypatch.setattr(demo, "LOG", {"users": 600, "items": 300, "clicks": 12_000})
+    small = {"dim": 16, "subspaces": 4, "codewords": 16, "warmup": 60, "steps": 40, "every": 20}
+    monkeypatch.setattr(demo, "OPTIONS", {**demo.OPTIONS, **small, "batch": 128})
+    monkeypatch.setattr("givens.report.measure.SECONDS", 0.02)
+    monkeypatch.chdir(tmp_path)
+    told = invoke("demo")
+    page = (tmp_path / "demo" / "report.html").read_text()
+    for method in ("frozen", "gcd-greedy", "post-hoc"):
+        folder = tmp_path / "demo" / method
+        results = json.loads((folder / "results.json").read_text())
+        recall = f"{100 * results['index']['recall@100']:.2f} %"
+        for number in (f"{results['distortion']:.4f}", recall):
+            assert number in told
+            assert number in page
+        assert faiss.read_index(str(folder / "index.faiss")).ntotal == 300
+    for number in ("full", "popularity"):
+        assert f"{100 * results[number]['recall@100']:.2f} %" in told
+    assert "GCD-G: after the last step the distortion is" in told
+    assert "points" in told
+    search = told.split("givens search ")[1].splitlines()[0].split()
+    assert "among 300 vectors" in invoke("search", *search)
+    # Again, in the same folder, with the same outcome.
+    same = [line for line in invoke("demo").splitlines() if "•" in line]
+    assert same == [line for line in told.splitlines() if "•" in line]
 
 
 @pytest.fixture
@@ -271,7 +309,7 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
         (["build", "x.npy", "x.npy"], "x.npy is not a givens file"),
         (["build", "cut.safetensors", "x.npy"], "cut.safetensors is damaged"),
         (["build", "flat.safetensors", "none.npy"], "there is no file none.npy"),
-        (["build", "flat.safetensors", "table.csv"], "table.csv must end in one of .npy"),
+        (["build", "flat.safetensors", "table.csv"], "numpy.save('table.npy', numpy.loadtxt("),
         (["build", "flat.safetensors", "csv.npy"], "csv.npy is not a whole .npy file"),
         (["build", "flat.safetensors", "cut.npy"], "cut.npy is not a whole .npy file"),
         (["build", "flat.safetensors", "nan.npy"], "row 3 has NaN"),
@@ -282,7 +320,9 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
         (["build", "flat.safetensors", "x.npy", "-o", "no/index.faiss"], "there is no folder"),
         (["build", "flat.safetensors", "x.npy", "-o", "/proc/index.faiss"], "/proc/index.faiss"),
         (["build", "flat.safetensors", "x.npy", "-o", "/dev/null"], "/dev/null must be a file"),
-        (["fit", "none.npy"], "there is no file none.npy"),
+        (["fit", "none.npy"], "there is no file none.npy; looked in /"),
+        (["fit", "table.csv"], "table.csv must end in one of .npy"),
+        (["fit", "good.faiss"], "good.faiss must end in one of .npy"),
         (["fit", "csv.npy"], "csv.npy is not a whole .npy file"),
         (["fit", "nan.npy"], "row 3 has NaN"),
         (["fit", "few.npy"], "at least as many vectors as codewords, but got 5"),
@@ -292,6 +332,11 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
         (["fit", "x.npy", "--init", "magic"], "--init must be one of auto"),
         (["fit", "x.npy", "--init", "cut.safetensors"], "cut.safetensors is damaged"),
         (["fit", "x.npy", "--device", "abacus"], "--device must be cpu or cuda"),
+        pytest.param(
+            ["fit", "x.npy", "--device", "cuda"],
+            "--device cuda needs a GPU that torch can use, but there is none; leave --device out",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (["fit", "x.npy", "-o", "q.bin"], "q.bin must end in .safetensors"),
         (["fit", "x.npy", "-o", "/proc/q.safetensors"], "/proc/q.safetensors"),
         (["build", "flat.safetensors", "x.npy", "-o", "x.npy"], "--output must not be x.npy"),
@@ -306,6 +351,12 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
         (["search", "good.faiss", "queries.npy", "--rerank", "narrow.npy"], "--rerank must be the"),
         (["search", "bad.faiss", "queries.npy"], "bad.faiss is not as bad.faiss.json says"),
         (["evaluate", "good.faiss", "queries.npy", "--groundtruth", "x.npy"], "--groundtruth must"),
+        (["report", "none"], "there is no run in none, which is no folder; make one with `givens"),
+        (["report", "."], "there is no run in ., which has no config.json; make one with"),
+        (["report", ".", "-o", "r.pdf"], "r.pdf must end in .html"),
+        (["train", "-o", "x.npy"], "--output must be a folder, but x.npy is a file"),
+        (["demo", "-o", "x.npy"], "--output must be a folder, but x.npy is a file"),
+        (["demo", "-o", "/proc/nowhere"], "/proc/nowhere"),
         (["inspect", "none.faiss"], "none.faiss"),
         (["inspect", "cut.safetensors"], "cut.safetensors is damaged"),
     ],
@@ -324,27 +375,21 @@ def test_bad_input_is_one_line_and_leaves_nothing(bad, monkeypatch, arguments, m
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "--dim", "1"], "givens: --dim must be at least 2"),
-        (["demo", "-o", "/proc/nowhere"], "givens: "),
-    ],
+    "command",
+    ["build flat.safetensors x.npy -o i.faiss", "search i.faiss x.npy", "report .", "demo -o d"],
 )
-def test_errors_are_one_line(arguments, message):
-    done = run(*arguments)
-    assert done.returncode == 1
-    assert done.stderr.startswith(message)
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_without_faiss_it_says_what_to_install(folder):
-    hide = "import sys; sys.modules['faiss'] = None; from givens.cli import main; main()"
-    build = ["build", "flat.safetensors", "x.npy", "-o", "i.faiss"]
-    done = subprocess.run(
-        [sys.executable, "-c", hide, *build], capture_output=True, text=True, cwd=folder
-    )
-    assert done.returncode == 1
-    assert done.stderr == "givens: a Faiss index needs faiss: pip install 'givens[faiss]'\n"
+def test_without_faiss_it_says_what_to_install(folder, monkeypatch, command):
+    monkeypatch.chdir(folder)
+    before = names(folder)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    for name in [
+        name for name in sys.modules if name.startswith(("givens.export", "givens.report"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    done = main_in_process(command.split())
+    assert done.code == 1
+    assert done.error == "givens: a Faiss index needs faiss: pip install 'givens[faiss]'\n"
+    assert names(folder) == before
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
@@ -366,10 +411,28 @@ def test_interrupted_it_leaves_the_old_files(folder, how):
         time.sleep(0.01)
     process.send_signal(how)
     _, error = process.communicate(timeout=30)
-    assert process.returncode not in (0, None)
-    assert "Traceback" not in error
+    assert process.returncode == 128 + how
+    told = "givens: interrupted; nothing is left half-written, run the same command again\n"
+    assert error == told
     assert names(folder) == before
     assert (folder / "index.faiss").read_text() == "old"
+
+
+@pytest.mark.parametrize("command", ["train", "fit"])
+def test_interrupted_it_says_how_to_go_on(folder, monkeypatch, command):
+    monkeypatch.chdir(folder)
+
+    def stop(*_, **__):
+        raise Interrupted(signal.SIGINT)
+
+    monkeypatch.setattr("givens.retrieval.train.train", stop)
+    monkeypatch.setattr(sys.modules["givens.cli.fit"], "fit_quantizer", stop)
+    arguments = {"fit": ["x.npy", "-o", "q.safetensors"], "train": ["-o", "run"]}
+    done = main_in_process([command, *arguments[command]])
+    assert done.code == 130
+    assert done.error.startswith("givens: interrupted; ")
+    assert "with --resume to go on" in done.error
+    assert len(done.error.splitlines()) == 1
 
 
 def _maps(pid):
@@ -425,7 +488,7 @@ def test_train_leaves_a_run_that_other_commands_read(clicks, monkeypatch):
     told = invoke("train", "-o", "run", "--data", "clicks.txt", *TRAIN.split(), "--coarse", 4)
     assert "clicks.txt: 2,000 clicks of 100 users on 60 items; 20 users held out" in told
     assert "index, 4 bytes: precision@10" in told
-    assert "Next: givens inspect run/quantizer.safetensors" in told
+    assert "Next: givens report run -o report.html" in told
     assert {"config.json", "metrics.jsonl", "results.json", "index.faiss", "index.faiss.json"} < {
         *names(clicks / "run")
     }

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+import givens
+from givens.export.faiss import to_faiss
 from givens.retrieval import evaluate
 from givens.retrieval.batches import Examples
 from givens.retrieval.config import Config, suited
@@ -347,3 +349,22 @@ def test_an_index_that_ranks_otherwise_is_refused():
     assert evaluate.check_agreement(ranking, ranking) == 0
     with pytest.raises(ValueError, match="does not rank as the model scores"):
         evaluate.check_agreement(ranking, other)
+
+
+def test_an_item_between_two_codewords_may_have_either():
+    """Faiss and the model may round a tie in two ways, which is no reason to lose a run."""
+    codebooks = torch.tensor([[[0.0], [1.0]], [[0.0], [1.0]]])
+    items = torch.rand(50, 2, generator=torch.Generator().manual_seed(0))
+    for coarse in (torch.eye(3, 2) * 0.1, None):
+        q = givens.Quantizer(torch.eye(2), codebooks, coarse, "ip")
+        index, decoded = to_faiss(q, items), q.decode(q.encode(items))
+        assert torch.allclose(evaluate.as_indexed(index, items, decoded), decoded, atol=1e-6)
+    # As near to the codeword 0 of the first subspace as to 1.
+    items[7, 0] = 0.5
+    served = torch.from_numpy(index.sa_decode(index.sa_encode(items.numpy())))
+    for chosen in (0.0, 1.0):
+        decoded[7, 0] = chosen
+        assert torch.equal(evaluate.as_indexed(index, items, decoded), served)
+    decoded[7, 1] = 1 - decoded[7, 1]
+    with pytest.raises(ValueError, match="does not encode as the model does: 1 items"):
+        evaluate.as_indexed(index, items, decoded)

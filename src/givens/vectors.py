@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[Any]
+# Tables that an error lists.
+MOST_NAMED = 8
 SUFFIXES = (".npy", ".fvecs", ".bvecs", ".ivecs", ".hdf5", ".h5", ".parquet", ".safetensors")
 # Rows of an .fvecs file whose own dimension is looked at when it is opened.
 SAMPLE = 1000
@@ -58,9 +60,9 @@ def read(path: str | Path, part: str | None = None) -> Vectors:
     file, name = split(path)
     suffix = file.suffix.lower()
     if suffix not in SUFFIXES:
-        raise ValueError(f"{file} must end in one of {', '.join(SUFFIXES)}")
+        raise ValueError(f"{file} must end in one of {', '.join(SUFFIXES)}{_converted(file)}")
     if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
+        raise FileNotFoundError(f"there is no file {file}; looked in {file.absolute().parent}")
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is empty")
     match suffix:
@@ -360,8 +362,18 @@ def _chosen(path: str | Path, known: list[str], name: str | None, part: str | No
         return name
     if not known:
         raise ValueError(f"{path} has no table of vectors")
-    tables = ", ".join(map(repr, known))
+    tables = ", ".join(map(repr, known[:MOST_NAMED]))
+    tables += f" and {len(known) - MOST_NAMED} more" * (len(known) > MOST_NAMED)
     raise ValueError(f"{path} has the tables {tables}: name one, as in {path}:{known[0]}")
+
+
+def _converted(file: Path) -> str:
+    """What to do with a table of text."""
+    delimiter = {".csv": ", delimiter=','", ".tsv": "", ".txt": ""}.get(file.suffix.lower())
+    if delimiter is None:
+        return ""
+    made = f"numpy.save('{file.stem}.npy', numpy.loadtxt('{file}', 'float32'{delimiter}))"
+    return f"; of a table of text, make one in Python with {made}"
 
 
 def _npy(path: Path) -> Array:

@@ -12,6 +12,7 @@ from givens.cli.evaluate import evaluate
 from givens.cli.fit import fit
 from givens.cli.inspect import inspect
 from givens.cli.paper import app as paper
+from givens.cli.report import report
 from givens.cli.search import search
 from givens.cli.train import train
 
@@ -22,9 +23,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (fit, build, search, evaluate, train, inspect, demo):
+for command in (fit, build, search, evaluate, train, report, inspect, demo):
     app.command()(command)
 app.add_typer(paper)
+
+# Commands that keep their state.
+RESUMED = {"fit", "train"}
 
 
 def _version(asked: bool) -> None:
@@ -42,12 +46,22 @@ def options(
     """Options that come before the subcommand."""
 
 
+class Interrupted(BaseException):
+    """Ctrl-C, or a request to end; not KeyboardInterrupt, of which typer says nothing."""
+
+
 def main() -> None:
     """Run; what the user can put right is told in one line."""
-    # As Ctrl-C: what is half-written is taken away on the way out.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # As an error: what is half-written is taken away on the way out.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         app()
+    except Interrupted as error:
+        again = "run the same command again"
+        if RESUMED & {*sys.argv[1:2]}:
+            again += ", with --resume to go on from where its state was last saved"
+        _fail(f"interrupted; nothing is left half-written, {again}", 128 + error.args[0])
     except OSError as error:
         # "q.safetensors: No space left on device", without the number.
         where = f"{error.filename}: " if error.filename else ""
@@ -56,6 +70,10 @@ def main() -> None:
         _fail(str(error) or "not enough memory")
 
 
-def _fail(message: str) -> None:
+def _interrupt(number: int, frame: object) -> None:
+    raise Interrupted(number)
+
+
+def _fail(message: str, code: int = 1) -> None:
     typer.echo(f"givens: {' '.join(message.split())}", err=True)
-    sys.exit(1)
+    sys.exit(code)

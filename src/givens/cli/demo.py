@@ -1,164 +1,119 @@
-"""`givens demo`: a hidden rotation found from noisy examples, by GCD and by everything else."""
+"""`givens demo`: an index learned with its towers, frozen and afterwards, in a few minutes."""
 
-import json
+import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from torch import Tensor
-from torch.nn.utils import parametrize
 
-from givens.baselines import Method, optimizer_for
+from givens import files
 from givens.cli import output as out
-from givens.rotation import Rotation, orthogonality_error, project, random_rotation
+from givens.cli.train import run_record
+from givens.paper.joint import NAMES
+from givens.report.runs import Folder
+from givens.retrieval.config import Method, suited
+from givens.retrieval.data import click_log
 
-METHODS: tuple[Method, ...] = (
-    "gcd-random",
-    "gcd-greedy",
-    "gcd-steepest",
-    "cayley",
-    "expm",
-    "svd",
-    "penalty",
-    "frozen",
-)
-RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
-EXAMPLES, BATCH, NOISE = 8192, 256, 0.5
+# The built-in log, and how the runs differ from what `givens train` does with it: codes of 4 bits,
+# as small indexes have them, and R starts as the identity, so that learning it is all it gets.
+LOG: dict[str, Any] = {}
+OPTIONS: dict[str, Any] = {"subspaces": 16, "codewords": 16, "start": "identity", "every": 50}
+METHODS: tuple[Method, ...] = ("post-hoc", "frozen", "gcd-greedy")
+# What a step with the index takes beside one without it, and the report beside all steps.
+JOINT_COST, REPORT_COST = 1.5, 0.05
 
 
 def demo(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the results.")] = Path(
         "demo"
     ),
-    dim: Annotated[int, typer.Option(help="Dimension n of the rotation.")] = 64,
-    steps: Annotated[int, typer.Option(help="Steps of each method.")] = 400,
-    seed: Annotated[int, typer.Option(help="Seed of data and methods.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
 ) -> None:
-    """Learn a rotation on data made in memory, and show how each method converges.
+    """Train two towers and their index on a click log made in memory, in three ways.
 
-    Every method runs with each of five rates and shows its best. Takes about a minute.
+    The rotation frozen, learned by GCD-G, and the index left to Faiss's OPQ afterwards, all from
+    the same warm-up. Takes a few minutes on two cores; writes a page of pictures, and folders with
+    an index each that Faiss opens.
 
-    Example: givens demo --dim 128 -o demo
+    Example: givens demo -o demo
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Table
+    from givens.report.findings import findings
+    from givens.report.page import report
+    from givens.retrieval.train import train, warm_up
 
-    if dim < 2 or steps < 1:
-        raise ValueError(f"--dim must be at least 2 and --steps 1, but got {dim} and {steps}")
-    # Before the work, not after it: a missing package, or a folder that cannot be written.
-    pyplot = out.pyplot()
-    output.mkdir(parents=True, exist_ok=True)
-    x, y, best = _examples(dim, seed)
-    rows = []
-    columns = (TextColumn("{task.description:14}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("", total=len(METHODS) * len(RATES))
+    began = time.perf_counter()
+    out.make_folder(output)
+    files.check_writable(output / "report.html")
+    log = click_log(**LOG)
+    config = suited(log, small=True, **{**OPTIONS, "seed": seed})
+    typer.echo(log)
+    costs = {method: 1.0 if method == "post-hoc" else JOINT_COST for method in METHODS}
+    total = config.warmup + config.steps * sum(costs.values())
+    with out.progress("warm-up") as bar:
+        whole = _Whole(bar, total + REPORT_COST * total)
+        towers = warm_up(log, config, tell=whole.part("warm-up", 0, config.warmup))
+        warmed = time.perf_counter() - began
+        typer.echo(f"Warm-up: {config.warmup:,} steps of the towers alone, {warmed:.0f} s")
         for method in METHODS:
-            progress.update(task, description=method)
-            runs = []
-            for rate in RATES:
-                runs.append(_learn(method, rate, x, y, best, steps, seed))
-                progress.advance(task)
-            rows.append(min(runs, key=lambda run: run["excess"][-1]))
-
-    table = Table(title=f"n = {dim}, {steps} steps of {BATCH} examples, the best of 5 rates")
-    for name in ("method", "rate", "excess loss", "µs a step", "max|RᵀR − I|"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for row in rows:
-        table.add_row(
-            row["method"],
-            f"{row['lr']:g}",
-            f"{100 * row['excess'][-1]:.3f} %",
-            f"{row['step_us']:.0f}",
-            f"{row['orthogonality_error']:.0e}",
-        )
-    console = Console()
-    console.print(table)
-    (output / "convergence.json").write_text(json.dumps(rows, indent=1) + "\n")
-    _plot(pyplot, rows, output / "convergence.png")
-    console.print(
-        "Excess loss: what is left between the start (100 %) and the optimum by SVD on all data "
-        f"(0 %).\nWritten: {output}/convergence.png, {output}/convergence.json"
+            start = time.perf_counter()
+            chosen = dataclasses.replace(config, method=method)
+            folder = output / method
+            tell = whole.part(NAMES[method], config.warmup, config.steps, costs[method])
+            train(log, chosen, folder, towers=towers, tell=tell)
+            spent = time.perf_counter() - start
+            about = run_record(chosen, log, "cpu", None)
+            files.write_json(folder / "config.json", {**about, "seconds": spent})
+            typer.echo(f"{NAMES[method]}: {config.steps:,} steps and its index, {spent:.0f} s")
+        entries = report([output / method for method in METHODS], output / "report.html")
+    runs = {entry.run.method: entry.run for entry in entries}
+    _show(runs, 4 * config.dim)
+    for line in findings(entries):
+        typer.echo(f"• {line}")
+    index = output / "gcd-greedy"
+    typer.echo(
+        f"Written in {time.perf_counter() - began:.0f} s: {output}/report.html and the runs "
+        f"{', '.join(f'{output}/{method}' for method in METHODS)}, each with an index.faiss\n"
+        f"Next: open {output}/report.html in a browser, or\n"
+        f"      givens search {index}/index.faiss {index}/users.safetensors:queries -k 10"
     )
 
 
-def _examples(dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x, y = x R* + noise, and the rotation that fits all of them best."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(EXAMPLES, dim, generator=generator) * torch.linspace(2, 0.5, dim)
-    y = x @ random_rotation(dim, seed + 1)
-    y += NOISE * torch.randn(y.shape, generator=generator)
-    return x, y, project(x.T @ y)
+def _show(runs: dict[str, Folder], full: int) -> None:
+    """The table: each run, and beside them the towers without an index and popularity alone."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in ("", "distortion", "recall@100", "bytes an item", "seconds"):
+        table.add_column(name, justify="right" if name else "left")
+    for run in runs.values():
+        recall, seconds = f"{100 * (run.recall or 0):.2f} %", f"{run.about['seconds']:.0f}"
+        table.add_row(run.label, f"{run.distortion:.4f}", recall, str(run.bytes), seconds)
+    alone = runs["post-hoc"]
+    for name, by, size in (
+        ("full precision, no index", "full", str(full)),
+        ("popularity", "popularity", "–"),
+    ):
+        table.add_row(name, "–", f"{100 * (alone.found(by) or 0):.2f} %", size, "–")
+    Console().print(table)
 
 
-def _learn(
-    method: Method, lr: float, x: Tensor, y: Tensor, best: Tensor, steps: int, seed: int
-) -> dict[str, Any]:
-    rotation = Rotation(x.shape[1])
-    options = {"exact": False} if method == "gcd-steepest" else {}
-    optimizer = optimizer_for(rotation, method, lr, **options)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    generator = torch.Generator().manual_seed(seed)
+class _Whole:
+    """One bar over all the work, whose steps take different times."""
 
-    def excess() -> float:
-        with torch.no_grad():
-            losses = [
-                (x @ R - y).square().mean() for R in (rotation.matrix, best, torch.eye(len(best)))
-            ]
-        now, least, start = losses
-        return float((now - least) / (start - least))
+    def __init__(self, bar: out.Bar, total: float) -> None:
+        self.bar, self.total, self.before = bar, int(total), 0.0
 
-    curve, seconds, spent = [excess()], [0.0], 0.0
-    for step in range(1, steps + 1):
-        rows = torch.randint(len(x), (BATCH,), generator=generator)
-        optimizer.zero_grad()
-        began = time.perf_counter()
-        R = rotation.matrix
-        spent += time.perf_counter() - began
-        gradient = 2 * x[rows].T @ (x[rows] @ R.detach() - y[rows]) / BATCH
-        began = time.perf_counter()
-        if parametrize.is_parametrized(rotation):
-            torch.autograd.backward(R, gradient)
-        else:
-            rotation.weight.grad = gradient.T.contiguous()
-        optimizer.step()
-        spent += time.perf_counter() - began
-        schedule.step()
-        if step % max(steps // 40, 1) == 0 or step == steps:
-            curve.append(excess())
-            seconds.append(spent)
-    return {
-        "method": method,
-        "lr": lr,
-        "n": x.shape[1],
-        "steps": steps,
-        "seed": seed,
-        "excess": curve,
-        "seconds": seconds,
-        "step_us": spent / steps * 1e6,
-        "orthogonality_error": orthogonality_error(rotation.matrix),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
+    def part(
+        self, name: str, first: int, steps: int, cost: float = 1.0
+    ) -> Callable[[dict[str, Any]], None]:
+        """The next part: what is to be told of each look."""
+        before = self.before
+        self.before += cost * steps
 
+        def tell(row: dict[str, Any]) -> None:
+            self.bar.stand(int(before + cost * (row["step"] - first)), self.total, name)
 
-def _plot(pyplot: Any, rows: list[dict[str, Any]], path: Path) -> None:
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
-    for row in rows:
-        style = "-" if row["method"].startswith("gcd") else "--"
-        at = [row["steps"] * k / (len(row["excess"]) - 1) for k in range(len(row["excess"]))]
-        percent = [100 * value for value in row["excess"]]
-        axes[0].plot(at, percent, style, label=row["method"])
-        axes[1].plot([1e3 * s for s in row["seconds"][1:]], percent[1:], style)
-    axes[0].set(yscale="log", xlabel="step", ylabel="excess loss (%)")
-    axes[1].set(xscale="log", xlabel="time in learning R (ms)")
-    axes[0].set_title(f"n = {rows[0]['n']}: convergence by step")
-    axes[1].set_title("and by time")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+        return tell

@@ -57,7 +57,7 @@ def evaluate(
     lists = inverted(stored.index)
     # Before the work: a missing package, or a folder that cannot be written.
     pyplot = None if lists is None else out.pyplot()
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     files.check_writable(output / "rows.json")
     with out.progress("evaluating") as bar:
         rows = _sweep(stored.index, lists, asked, truth, ks, threads, bar)

@@ -93,6 +93,14 @@ def check_output(path: Path, *sources: str | Path, folder: bool = False) -> None
     files.check_writable(path / "manifest.json" if folder and path.is_dir() else path)
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder of the results, unless it is there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"--output must be a folder, but {path} is a file or in one") from error
+
+
 def size(path: Path) -> str:
     """The size of a file or of a folder's files, for people."""
     count = float(bytes_of(path))
@@ -116,7 +124,10 @@ def check_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"--device must be cpu or cuda, but got {name!r}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name} needs a GPU that torch can use, but there is none")
+        raise ValueError(
+            f"--device {name} needs a GPU that torch can use, but there is none; "
+            "leave --device out for the CPU"
+        )
     return device
 
 

@@ -43,7 +43,7 @@ def fig4(
     from givens.paper.rows import read, write
 
     pyplot = out.pyplot()
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     if rows:
         measured = read(rows)
         place = measured[0]["device"]
@@ -112,7 +112,7 @@ def _fig2(part: str, data: Path, output: Path, device: str, iterations: int, smo
     x = fig2.read_base(data, place)
     if smoke:
         x, iterations = x[:5000], min(iterations, 3)
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     rows, picture = output / f"fig2{part}.json", output / f"fig2{part}.png"
     with out.progress("runs") as bar:
         # At the most: a method's best rate may be the paper's.
@@ -159,7 +159,7 @@ def fig3(
     chosen = _chosen(methods, fig3.CURVES)
     log = log_for(data, smoke=smoke)
     configs = _configs(log, (16,), seeds or 1, smoke, warmup=warmup, steps=steps)
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     place = out.check_device(device).type
     with out.progress("runs") as bar:
         bar.start(len(configs) * (len(chosen) + 1))
@@ -192,7 +192,7 @@ def table1(
     chosen = _chosen(methods, METHODS)
     count = seeds or (2 if smoke else SEEDS)
     configs = _configs(log, bytes_of_codes, count, smoke, warmup=warmup, steps=steps)
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     place = out.check_device(device).type
     with out.progress("runs") as bar:
         bar.start(len(configs) * len(chosen) + count)
@@ -226,7 +226,7 @@ def when(
     count = seeds or (2 if smoke else SEEDS)
     options = {"dim": dim, "warmup": warmup, "steps": steps}
     options |= {name: value for name, value in SMALL.items() if smoke and not options.get(name)}
-    output.mkdir(parents=True, exist_ok=True)
+    out.make_folder(output)
     place = out.check_device(device).type
     with out.progress("runs") as bar:
         bar.start(count * len(made) * (4 * len(when.STARTS) + 1))

@@ -10,6 +10,7 @@ import typer
 from givens import files, ranks
 from givens.cli import output as out
 from givens.retrieval.config import Config, Method, Start, suited
+from givens.retrieval.data import Log
 
 METHODS = get_args(Method)
 
@@ -114,14 +115,12 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
         trained(log, config, output, resume=resume, device=place)
         return
     typer.echo(log)
-    output.mkdir(parents=True, exist_ok=True)
-    chosen = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
-    if not ranks.alone():
-        chosen["ranks"] = ranks.count()
-    about = out.record(config.seed, device, data=data and str(data), **chosen)
+    out.make_folder(output)
     # A run that goes on keeps its own record, whose options were the same or are refused below.
-    if not (output / CHECKPOINT).exists():
-        files.write_json(output / "config.json", {**about, "log": str(log)})
+    fresh = not (output / CHECKPOINT).exists()
+    about = run_record(config, log, device, data)
+    if fresh:
+        files.write_json(output / "config.json", about)
     with out.progress("warm-up") as bar:
 
         def tell(row: dict[str, Any]) -> None:
@@ -131,12 +130,24 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
     for line in _told(config, done.results):
         typer.echo(line)
     spent = time.perf_counter() - began
+    # What a run took that was stopped in between, nobody has measured.
+    if fresh:
+        files.write_json(output / "config.json", {**about, "seconds": spent})
     index = output / "index.faiss"
     typer.echo(
         f"Written in {spent:.0f} s: {output}/ (config.json, metrics.jsonl, results.json, "
         f"towers.safetensors, quantizer.safetensors, index.faiss of {out.size(index)})\n"
-        f"Next: givens inspect {output}/quantizer.safetensors, tensorboard --logdir {output}"
+        f"Next: givens report {output} -o report.html, tensorboard --logdir {output}"
     )
+
+
+def run_record(config: Config, log: Log, device: str, data: Path | None) -> dict[str, Any]:
+    """How a run comes about, for its config.json."""
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
+    if not ranks.alone():
+        options["ranks"] = ranks.count()
+    about = out.record(config.seed, device, data=data and str(data), **options)
+    return {**about, "log": str(log)}
 
 
 def _note(row: dict[str, Any]) -> str:

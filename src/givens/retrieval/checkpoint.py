@@ -7,13 +7,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from givens import files
+from givens.retrieval.batches import Asked, Held
 from givens.retrieval.config import difference
 from givens.retrieval.run import Best, Run
 
-KIND, TOWERS = "checkpoint", "towers"
+KIND, TOWERS, USERS = "checkpoint", "towers", "users"
 
 
 def save(run: Run, path: Path) -> None:
@@ -82,3 +84,16 @@ def save_parts(parts: dict[str, Tensor], path: Path, about: dict[str, Any] | Non
 def load_towers(path: Path) -> dict[str, Tensor]:
     """The parts that `save_towers` or `save_parts` wrote."""
     return files.load(path, TOWERS).tensors
+
+
+def save_users(users: Tensor, held: Held, path: Path) -> None:
+    """Write the vectors of held-out users, what they had seen and what they liked after it."""
+    parts = {"queries": users, "seen": held.seen, "truth": held.truth, "sizes": held.sizes}
+    files.save(path, USERS, parts, {})
+
+
+def load_users(path: Path) -> tuple[Tensor, Held]:
+    """What `save_users` wrote; what the users were asked by is not in it."""
+    parts = files.load(path, USERS).tensors
+    asked = Asked(torch.empty(len(parts["queries"]), 0, dtype=torch.int64))
+    return parts["queries"], Held(asked, parts["seen"], parts["truth"], parts["sizes"])

@@ -18,6 +18,8 @@ KS = (10, 50, 100)
 BUFFER = 1 << 26
 # Two float32 sums of a unit vector's products, added up in different orders, are this near.
 CLOSE = 1e-4
+# Two squared errors that rounding alone sets apart.
+TIE = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,18 +57,42 @@ def search(index: Any, users: Float[Tensor, "b n"], held: Held, k: int) -> Ranki
     if (lists := inverted(index)) is not None:
         lists.nprobe = lists.nlist
     m, device = index.ntotal, users.device
-    who = torch.arange(len(users), device=device)[:, None]
     # Enough that k are left when those that were seen are taken out.
     most = int(torch.bincount(held.seen // m, minlength=1).max()) if len(held.seen) else 0
     scores, found = index.search(users.detach().cpu().numpy(), min(k + most, m))
-    items = torch.from_numpy(found).to(device)
-    drop = torch.isin(who * m + items, held.seen) | (items < 0)
-    order = drop.int().sort(dim=1, stable=True).indices[:, : min(k, m)]
+    answers = Ranking(torch.from_numpy(found).to(device), torch.from_numpy(scores).to(device))
+    return unseen(answers, held, m, min(k, m))
+
+
+def unseen(answers: Ranking, held: Held, catalogue: int, k: int) -> Ranking:
+    """The first k of an index's answers without what the users have seen."""
+    items = answers.items
+    who = torch.arange(len(items), device=items.device)[:, None]
+    drop = torch.isin(who * catalogue + items, held.seen) | (items < 0)
+    order = drop.int().sort(dim=1, stable=True).indices[:, :k]
     gone = drop.gather(1, order)
-    values = torch.from_numpy(scores).to(device).gather(1, order)
     return Ranking(
-        items.gather(1, order).masked_fill(gone, -1), values.masked_fill(gone, -torch.inf)
+        items.gather(1, order).masked_fill(gone, -1),
+        answers.scores.gather(1, order).masked_fill(gone, -torch.inf),
     )
+
+
+def as_indexed(
+    index: Any, items: Float[Tensor, "m n"], decoded: Float[Tensor, "m n"]
+) -> Float[Tensor, "m n"]:
+    """Decoded items as the index has them.
+
+    Where two codewords are equally near within rounding, Faiss may have taken the other one; that
+    it took one that is farther is an error.
+    """
+    codes = index.sa_encode(items.detach().cpu().numpy())
+    served = torch.from_numpy(index.sa_decode(codes)).to(items.device)
+    other = (served - decoded).abs().amax(1) > CLOSE
+    ours, theirs = ((items - vectors).square().sum(1)[other] for vectors in (decoded, served))
+    # Written so that NaN is refused too.
+    if not bool(((ours - theirs).abs() <= TIE * (1 + ours)).all()):
+        raise ValueError(f"the index does not encode as the model does: {int(other.sum())} items")
+    return torch.where(other[:, None], served, decoded)
 
 
 def metrics(

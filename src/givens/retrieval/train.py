@@ -78,6 +78,9 @@ def train(
         device: where to work.
         tell: is told of every look at the validation users, on the first rank.
     """
+    # Before the work: a missing package.
+    import givens.export.faiss  # noqa: F401
+
     run = Run(log, config, device)
     run.start = start
     if towers is not None:
@@ -92,6 +95,7 @@ def train(
         while run.step < config.total:
             if run.step == config.warmup:
                 run.begin_joint()
+                saver.keep_start()
                 show(run.look())
                 tell(run.rows[-1])
             run.advance()
@@ -123,6 +127,10 @@ def finished(run: Run, quantizer: Quantizer, folder: Path | None) -> dict[str, A
         from givens.export.faiss import save_index
 
         checkpoint.save_towers(run, folder / "towers.safetensors")
+        held = run.examples.held(run.log.test)
+        with torch.no_grad():
+            users = run.towers.user(held.asked)
+        checkpoint.save_users(users, held, folder / "users.safetensors")
         quantizer.save(folder / "quantizer.safetensors")
         save_index(index, folder / "index.faiss", {"log": str(run.log), "step": run.best.step})
         files.write_json(folder / "results.json", results)
@@ -137,7 +145,7 @@ def measured(run: Run, quantizer: Quantizer) -> tuple[Any, dict[str, Any]]:
     held = run.examples.held(run.log.test)
     users, items = run.towers.user(held.asked), run.towers.item()
     index = to_faiss(quantizer, items.cpu())
-    decoded = quantizer.decode(quantizer.encode(items))
+    decoded = evaluate.as_indexed(index, items, quantizer.decode(quantizer.encode(items)))
     k = min(max(evaluate.KS), run.log.catalogue)
     rankings = {
         "index": evaluate.search(index, users, held, k),
@@ -166,6 +174,11 @@ class Saver:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             files.check_writable(folder / "metrics.jsonl")
+
+    def keep_start(self) -> None:
+        """Keep the index as it begins, to be compared with how it ends."""
+        if self.folder is not None and self.run.start is not None:
+            self.run.start.save(self.folder / "start.safetensors")
 
     def save(self) -> None:
         """Save, unless it takes too long to be done so often."""

@@ -1,0 +1,1 @@
+"""Run folders as one self-contained page: read, measured, drawn, written."""

@@ -1,0 +1,76 @@
+"""What the runs' numbers say, in words that are computed from them."""
+
+import math
+from dataclasses import dataclass
+
+from givens.report.measure import Measured
+from givens.report.runs import Folder
+
+# Options in which two runs may differ and still be compared as two ways to learn R.
+APART = ("method", "exact", "angle", "data", "every")
+BESIDE = {"frozen": "with the rotation frozen", "post-hoc": "with the index built afterwards"}
+# Standard errors that a difference must have to be called one.
+SURE = 2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run, and what was measured in it; none where it is not finished."""
+
+    run: Folder
+    seen: Measured | None
+
+
+def findings(entries: list[Entry]) -> list[str]:
+    """A line for each run whose R was learned: beside frozen, and beside the index afterwards."""
+    done = [(entry.run, entry.seen) for entry in entries if entry.seen is not None]
+    told = []
+    for run, seen in done:
+        if run.method in ("frozen", "post-hoc"):
+            continue
+        for other, theirs in done:
+            if other.method in BESIDE and _alike(run, other):
+                if other.method == "frozen":
+                    told.append(_on_distortion(run, other))
+                told.append(_on_recall((run, seen), (other, theirs)))
+        told.append(_on_size(run))
+    return told
+
+
+def _alike(one: Folder, other: Folder) -> bool:
+    """Whether two runs differ in nothing but how R was learned."""
+    mine, theirs = ({**run.options, "log": run.about["log"]} for run in (one, other))
+    return all(mine.get(name) == theirs.get(name) for name in {*mine, *theirs} - set(APART))
+
+
+def _on_distortion(mine: Folder, frozen: Folder) -> str:
+    here, there = (run.joint[-1]["distortion"] for run in (mine, frozen))
+    change = 100 * (here / max(there, 1e-300) - 1)
+    way = "lower" if change < 0 else "higher"
+    return (
+        f"{mine.label}: after the last step the distortion is {here:.4f}, {abs(change):.1f} % "
+        f"{way} than with the rotation frozen ({there:.4f})."
+    )
+
+
+def _on_recall(mine: tuple[Folder, Measured], other: tuple[Folder, Measured]) -> str:
+    """The same users in both, so that a difference is told with its own error."""
+    difference = 100 * (mine[1].users - other[1].users)
+    change = float(difference.mean())
+    error = float(difference.std()) / math.sqrt(len(difference))
+    way = "higher" if change > 0 else "lower"
+    sure = "" if abs(change) > SURE * error else "; that is no clear difference"
+    return (
+        f"{mine[0].label}: {mine[0].metric} of the test users is "
+        f"{100 * (mine[0].recall or 0):.1f} %, {abs(change):.1f} ± {error:.1f} points {way} than "
+        f"{BESIDE[other[0].method]} ({100 * (other[0].recall or 0):.1f} %){sure}."
+    )
+
+
+def _on_size(run: Folder) -> str:
+    full, bytes_of_full = run.found("full") or 0.0, 4 * run.options["dim"]
+    return (
+        f"{run.label}: with {run.bytes} bytes an item it finds "
+        f"{100 * (run.recall or 0) / max(full, 1e-12):.0f} % of what its towers find with "
+        f"{bytes_of_full} bytes, full precision."
+    )

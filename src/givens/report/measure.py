@@ -1,0 +1,188 @@
+"""What a report measures in a finished run: its index searched, its codewords counted, R's turn."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from givens.export.faiss import inverted, load_index
+from givens.quantizer import load
+from givens.report.runs import Folder
+from givens.retrieval import checkpoint, evaluate
+from givens.retrieval.batches import Held
+
+# Queries are asked one after another for so long; a few before that fill the caches.
+SECONDS, BEFORE = 0.5, 20
+# An angle that rounding alone does not make, in degrees.
+TURNED = 0.01
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one way to search."""
+
+    way: str
+    recall: float
+    queries_a_second: float
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """From R₀, where the index came in, to R at its end."""
+
+    M: Float[Tensor, "n n"]
+    """R₀ᵀR."""
+    angles: Float[Tensor, " planes"]
+    """Of the ⌊n/2⌋ planes that M turns, in degrees, the largest first."""
+    between: float
+    """The part of it, by squares, that is between subspaces: inside one it changes no code."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether R was turned at all."""
+        return bool(self.angles[0] > TURNED)
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Of one run."""
+
+    users: Float[Tensor, " u"]
+    """Each test user's recall by the index."""
+    held: Held
+    speeds: list[Speed]
+    """The index, at each nprobe where it has lists; full precision last."""
+    counts: Int[Tensor, "D K"]
+    """How many items have each codeword."""
+    turn: Turn | None
+
+    @property
+    def perplexity(self) -> float:
+        """How many codewords are in use, as e^entropy, the mean over subspaces."""
+        share = self.counts / self.counts.sum(1, keepdim=True)
+        return float(torch.special.entr(share).sum(1).exp().mean())
+
+
+def measured(run: Folder) -> Measured | None:
+    """Search a run's index with its test users, or none where the run is not finished.
+
+    A run whose files do not belong together is an error: the index must find what results.json
+    says it found.
+    """
+    names = ("index.faiss", "quantizer.safetensors", "towers.safetensors", "users.safetensors")
+    if run.results is None:
+        return None
+    for name in names:
+        if not (run.path / name).is_file():
+            raise FileNotFoundError(
+                f"{run.path} has results but no {name}; train it again with `givens train`"
+            )
+    index = load_index(run.path / names[0]).index
+    q = load(run.path / names[1])
+    weight = checkpoint.load_towers(run.path / names[2])["towers.items.weight"]
+    queries, held = checkpoint.load_users(run.path / names[3])
+    items = torch.nn.functional.normalize(weight, dim=1)
+    k = min(int(run.metric.removeprefix("recall@")), len(items))
+    found = evaluate.search(index, queries, held, k)
+    users = recalls(found.items, held, len(items))
+    if abs(float(users.mean()) - run.results["index"][run.metric]) > evaluate.CLOSE:
+        raise ValueError(
+            f"{run.path}/index.faiss finds {float(users.mean()):.4f}, but results.json says "
+            f"{run.results['index'][run.metric]:.4f}: they are of different runs"
+        )
+    codes = q.encode(items).fine
+    counts = torch.stack([torch.bincount(c.long(), minlength=q.codewords) for c in codes.T])
+    speeds = [*_speeds(index, queries, held, k), _flat_speed(run, items, queries, held, k)]
+    return Measured(users, held, speeds, counts, turned(run))
+
+
+def recalls(found: Int[Tensor, "b k"], held: Held, catalogue: int) -> Float[Tensor, " u"]:
+    """Each user's part of the truth that was found, of users that have one."""
+    who = torch.arange(len(found))[:, None]
+    hits = torch.isin(who * catalogue + found, held.truth) & (found >= 0)
+    asked = held.sizes > 0
+    return hits[asked].sum(1).double() / held.sizes[asked]
+
+
+def turned(run: Folder) -> Turn | None:
+    """How R changed from the index's start to its end, where the run has kept the start."""
+    if not (run.path / "start.safetensors").is_file():
+        return None
+    ends = (load(run.path / f"{name}.safetensors").rotation for name in ("start", "quantizer"))
+    before, after = (R.double() for R in ends)
+    M = before.mT @ after
+    # Eigenvalues come in pairs e^{±iθ}, one for each plane.
+    angles = torch.linalg.eigvals(M).angle().abs().sort(descending=True).values
+    block = torch.arange(len(M)) // (len(M) // run.options["subspaces"])
+    off = (M - M.diagonal().diag()).square()
+    between = float(off[block[:, None] != block].sum() / off.sum().clamp_min(1e-300))
+    return Turn(M.float(), angles[: 2 * (len(M) // 2) : 2].rad2deg(), between)
+
+
+def _speeds(index: Any, queries: Tensor, held: Held, k: int) -> Iterator[Speed]:
+    """The index on one thread; where it has lists, with 1, 2, 4, … of them looked into."""
+    lists = inverted(index)
+    if lists is None:
+        yield Speed("index", _recall(index, queries, held, k), _rate(index, queries, held, k))
+        return
+    for nprobe in [*(1 << power for power in range((lists.nlist - 1).bit_length())), lists.nlist]:
+        lists.nprobe = nprobe
+        recall, rate = _recall(index, queries, held, k), _rate(index, queries, held, k)
+        yield Speed(f"{nprobe} of {lists.nlist} lists", recall, rate)
+
+
+def _flat_speed(run: Folder, items: Tensor, queries: Tensor, held: Held, k: int) -> Speed:
+    """Brute force over the vectors themselves, by Faiss too."""
+    import faiss
+
+    flat = faiss.IndexFlatIP(items.shape[1])
+    flat.add(items.numpy())
+    return Speed("full precision", run.found("full") or 0.0, _rate(flat, queries, held, k))
+
+
+def _recall(index: Any, queries: Tensor, held: Held, k: int) -> float:
+    m = index.ntotal
+    most = min(k + int(_seen(held, m, len(queries)).max()), m)
+    scores, found = index.search(queries.numpy(), most)
+    answers = evaluate.Ranking(torch.from_numpy(found), torch.from_numpy(scores))
+    return float(recalls(evaluate.unseen(answers, held, m, k).items, held, m).mean())
+
+
+def _rate(index: Any, queries: Tensor, held: Held, k: int) -> float:
+    """Queries a second, one after another on one thread, each for k items beside those seen."""
+    wanted = (k + _seen(held, index.ntotal, len(queries))).clamp_max(index.ntotal).tolist()
+    rows = list(zip(np.split(queries.numpy(), len(queries)), wanted, strict=True))
+    with _one_thread():
+        for row, number in rows[:BEFORE]:
+            index.search(row, number)
+        began, done = time.perf_counter(), 0
+        for row, number in itertools.cycle(rows):
+            index.search(row, number)
+            done += 1
+            if (spent := time.perf_counter() - began) > SECONDS:
+                break
+    return done / spent
+
+
+def _seen(held: Held, catalogue: int, users: int) -> Int[Tensor, " users"]:
+    """How many items each user has seen."""
+    return torch.bincount(held.seen // catalogue, minlength=users)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    import faiss
+
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)

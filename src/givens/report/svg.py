@@ -1,0 +1,184 @@
+"""Pictures as SVG text. Colours are the page's, so that they follow light and dark."""
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+# Small, so that its letters are still read where a phone shrinks it.
+WIDTH, HEIGHT = 420, 280
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 30, 44
+# Of a heat map at most; a larger matrix is shown by the largest entry of each block.
+PIXELS = 128
+HEAT = (224, 92, 48)
+
+
+@dataclass(frozen=True)
+class Series:
+    """What is drawn in one colour: a line through points, or the points alone."""
+
+    name: str
+    colour: int
+    points: Sequence[tuple[float, float]]
+    line: bool = True
+    dashed: bool = False
+    hollow: bool = False
+    value: str = ""
+    """The number to tell of it beside its name."""
+    notes: Sequence[str] = ()
+    """A word beside each point."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is measured, how it is spaced, and how its numbers are written."""
+
+    name: str
+    log: bool = False
+    write: Callable[[float], str] = lambda value: f"{value:,.4g}"
+    zero: bool = False
+    """Whether it begins at 0."""
+
+
+def chart(
+    series: Sequence[Series],
+    x: Axis,
+    y: Axis,
+    *,
+    alt: str,
+) -> str:
+    """Lines and points; each point tells its numbers when it is pointed at.
+
+    Args:
+        series: what to draw.
+        x: the axis along.
+        y: the axis up.
+        alt: the picture in words.
+    """
+    xs = [at for one in series for at, _ in one.points]
+    ys = [value for one in series for _, value in one.points]
+    across, up = Scale(xs, x, LEFT, WIDTH - RIGHT), Scale(ys, y, HEIGHT - BOTTOM, TOP)
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(alt)}">',
+        *(
+            f'<path class="grid" d="M{LEFT} {up(value):.1f}H{WIDTH - RIGHT}"/>'
+            f'<text class="tick" x="{LEFT - 7}" y="{up(value) + 4:.1f}" text-anchor="end">'
+            f"{escape(y.write(value))}</text>"
+            for value in up.ticks
+        ),
+        *(
+            f'<text class="tick" x="{across(value):.1f}" y="{HEIGHT - BOTTOM + 17}" '
+            f'text-anchor="middle">{escape(x.write(value))}</text>'
+            for value in across.ticks
+        ),
+        f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>',
+        f'<text class="name" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">'
+        f"{escape(x.name)} →</text>",
+        f'<text class="name" x="0" y="14">↑ {escape(y.name)}</text>',
+    ]
+    for one in series:
+        parts.append(_drawn(one, across, up, x, y))
+    return "".join([*parts, "</svg>"])
+
+
+def heat_map(M: Float[Tensor, "n n"], most: float, *, alt: str) -> str:
+    """A matrix of entries from 0 to `most`, the more the denser, on a scale of square roots."""
+    block = -(-len(M) // PIXELS)
+    if block > 1:
+        M = torch.nn.functional.max_pool2d(M[None], block, ceil_mode=True)[0]
+    alpha = (255 * (M / most).clamp(0, 1).sqrt()).round().to(torch.uint8)
+    side = len(M)
+    colour = bytes(HEAT)
+    rows = (b"\0" + b"".join(colour + bytes((a,)) for a in row) for row in alpha.tolist())
+    header = struct.pack(">IIBBBBB", side, side, 8, 6, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"".join(rows), 9)), (b"IEND", b""))
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+    source = base64.b64encode(png).decode()
+    return f'<img class="heat" alt="{escape(alt)}" src="data:image/png;base64,{source}">'
+
+
+class Scale:
+    """From values to places on the picture, with round numbers to write beside it."""
+
+    def __init__(self, values: Sequence[float], axis: Axis, first: float, last: float) -> None:
+        self.log, self.first, self.last = axis.log, first, last
+        low, high = min(values), max(values)
+        if axis.log:
+            # A value of 0 has no place there.
+            low = min((value for value in values if value > 0), default=1e-9)
+            high = max(high, low)
+            low, high = low / 1.15, high * 1.15
+            self.ticks = log_ticks(low, high)
+        else:
+            low = min(low, 0.0) if axis.zero else low
+            room = (high - low or abs(high) or 1.0) * 0.05
+            low, high = (low if axis.zero and low == 0 else low - room), high + room
+            self.ticks = round_ticks(low, high)
+        self.low, self.high = self._place(low), self._place(high)
+
+    def _place(self, value: float) -> float:
+        return math.log10(value) if self.log else value
+
+    def __call__(self, value: float) -> float:
+        """Where a value is drawn."""
+        part = (self._place(value) - self.low) / (self.high - self.low)
+        return self.first + part * (self.last - self.first)
+
+    def shows(self, value: float) -> bool:
+        """Whether a value has a place."""
+        return math.isfinite(value) and (not self.log or value > 0)
+
+
+def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, about so many."""
+    step = 10 ** math.floor(math.log10((high - low) / count))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (factor * step) <= count)
+    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten, or of two within a few of them."""
+    base, most = (2, 7) if high / low < 100 else (10, 6)
+    first, last = math.ceil(math.log(low, base)), math.floor(math.log(high, base))
+    every = -(-(last - first + 1) // most) or 1
+    ticks = [float(base) ** power for power in range(first, last + 1, every)]
+    return ticks if len(ticks) > 1 else round_ticks(low, high, 4)
+
+
+def _drawn(one: Series, across: Scale, up: Scale, x: Axis, y: Axis) -> str:
+    shown = [
+        (across(at), up(value), at, value)
+        for at, value in one.points
+        if across.shows(at) and up.shows(value)
+    ]
+    parts = [f'<g class="s{one.colour}">']
+    if one.line and len(shown) > 1:
+        path = "L".join(f"{px:.1f} {py:.1f}" for px, py, _, _ in shown)
+        style = "line dashed" if one.dashed else "line"
+        parts.append(f'<path class="{style}" d="M{path}"/>')
+    # Many points make a curve; a few are seen.
+    radius = 4.5 if not one.line else 2.6 if len(shown) <= 40 else 1.2
+    style = ' class="hollow"' if one.hollow else ""
+    for number, (px, py, at, value) in enumerate(shown):
+        told = f"{one.name}: {x.name} {x.write(at)}, {y.name} {y.write(value)}"
+        parts.append(
+            f'<circle{style} cx="{px:.1f}" cy="{py:.1f}" r="{radius}">'
+            f"<title>{escape(told)}</title></circle>"
+        )
+        if one.notes:
+            end = px > WIDTH / 2
+            parts.append(
+                f'<text class="note" x="{px + (-8 if end else 8):.1f}" y="{py - 7:.1f}" '
+                f'text-anchor="{"end" if end else "start"}">{escape(one.notes[number])}</text>'
+            )
+    return "".join([*parts, "</g>"])
