@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from givens import files, ranks
+from givens import files
 from givens.retrieval.config import Config
 from givens.retrieval.data import click_log
 from givens.retrieval.train import train
@@ -297,19 +296,6 @@ def test_bad_input_is_told_once(tmp_path, options, message):
     assert errors.count("givens: ") == errors.count(f"givens: {message}") == 1
     assert out == ""
     assert not (tmp_path / "run").exists()
-
-
-def test_a_gpu_for_each_rank(monkeypatch):
-    for name, value in (("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    # Without torchrun its variables mean nothing.
-    assert ranks.join(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    with pytest.raises(ValueError, match=r"at most the number of GPUs .*, but got 4 ranks for 2"):
-        ranks.join(torch.device("cuda"))
-    with pytest.raises(ValueError, match=r"each rank takes a GPU of its own, but got cuda:1"):
-        ranks.join(torch.device("cuda", 1))
 
 
 SHARDED = """
