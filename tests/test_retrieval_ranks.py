@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from givens import files, ranks
+from givens import files
 from givens.retrieval.config import Config
 from givens.retrieval.data import click_log
 from givens.retrieval.train import train
@@ -217,10 +216,11 @@ def test_a_checkpoint_of_ranks_is_one_of_any_number(told):
     assert done.results["index"] == pytest.approx(four["whole"]["results"]["index"])
 
 
-def torchrun(world, *arguments):
+def torchrun(world, *arguments, restarts=0):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={world}", f"--max-restarts={restarts}", "-m", "givens", "train"]
     return subprocess.Popen(
-        [*command, f"--nproc-per-node={world}", "-m", "givens", "train", *map(str, arguments)],
+        [*command, *map(str, arguments)],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -248,37 +248,57 @@ def the_rank(torchrun, rank):
     return pid
 
 
-@pytest.mark.parametrize("dies", [0, 1])
-def test_a_rank_that_dies_stops_all_and_others_go_on(tmp_path, dies):
-    """Killed among two; what they left is gone on from by one, or by four."""
-    data = clicks(tmp_path / "clicks.txt")
-    options = ["--warmup", 40, "--steps", 200, "--every", 10, "--dim", 16, "--subspaces", 4]
-    options += ["--codewords", 16, "--batch", 64, "--data", data, "-o", tmp_path / "run"]
-    file = tmp_path / "run" / "checkpoint.safetensors"
-    process = torchrun(2, *options)
+OPTIONS = ["--warmup", 40, "--steps", 200, "--every", 10, "--dim", 16, "--subspaces", 4]
+OPTIONS += ["--codewords", 16, "--batch", 64]
+
+
+def kill(process, rank, folder):
+    """Kill a rank of a run once it has a checkpoint with the index."""
+    file = folder / "checkpoint.safetensors"
     while process.poll() is None:
         if file.exists() and files.read_header(file).metadata["step"] >= 60:
             break
         time.sleep(0.01)
-    os.kill(the_rank(process, dies), signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "Signal 9 (SIGKILL)" in errors
-    assert errors.count("givens: a rank was lost") <= 1
-    step = files.read_header(file).metadata["step"]
-    assert 60 <= step < 240
-    assert not (tmp_path / "run" / "results.json").exists()
+    os.kill(the_rank(process, rank), signal.SIGKILL)
 
-    process = torchrun(1 if dies else 4, *options, "--resume")
+
+def check_whole(folder):
+    """The run of a folder has all its steps, and is finished."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == [*range(10, 50, 10), *range(40, 250, 10)]
+    assert files.read_header(folder / "checkpoint.safetensors").metadata["step"] == 240
+    assert json.loads((folder / "results.json").read_text())["index"]["recall@50"] > 0
+
+
+def test_a_rank_that_dies_stops_all_and_more_go_on(tmp_path):
+    folder, data = tmp_path / "run", clicks(tmp_path / "clicks.txt")
+    process = torchrun(2, *OPTIONS, "--data", data, "-o", folder)
+    kill(process, 0, folder)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    # Torchrun says which, and the other rank what to do, unless it is stopped before.
+    assert "Signal 9 (SIGKILL)" in errors
+    assert errors.count("givens: ") == errors.count("givens: a rank was lost (") <= 1
+    assert 60 <= files.read_header(folder / "checkpoint.safetensors").metadata["step"] < 240
+    assert not (folder / "results.json").exists()
+
+    process = torchrun(4, *OPTIONS, "--data", data, "-o", folder, "--resume")
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert files.read_header(file).metadata["step"] == 240
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in lines]
-    assert steps == [*range(10, 50, 10), 40, *range(50, 250, 10)]
+    check_whole(folder)
     assert out.count("clicks of 200 users") == out.count("Written in ") == 1
-    assert json.loads((tmp_path / "run" / "results.json").read_text())["index"]["recall@50"] > 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["configuration"]["ranks"] == 2
+    assert json.loads((folder / "config.json").read_text())["configuration"]["ranks"] == 2
+
+
+def test_ranks_start_again_by_themselves(tmp_path):
+    folder, data = tmp_path / "run", clicks(tmp_path / "clicks.txt")
+    process = torchrun(2, *OPTIONS, "--data", data, "-o", folder, "--resume", restarts=1)
+    kill(process, 1, folder)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "failed (exitcode: -9) local_rank: 1" in errors
+    check_whole(folder)
 
 
 @pytest.mark.parametrize(
@@ -297,19 +317,6 @@ def test_bad_input_is_told_once(tmp_path, options, message):
     assert errors.count("givens: ") == errors.count(f"givens: {message}") == 1
     assert out == ""
     assert not (tmp_path / "run").exists()
-
-
-def test_a_gpu_for_each_rank(monkeypatch):
-    for name, value in (("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    # Without torchrun its variables mean nothing.
-    assert ranks.join(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    with pytest.raises(ValueError, match=r"at most the number of GPUs .*, but got 4 ranks for 2"):
-        ranks.join(torch.device("cuda"))
-    with pytest.raises(ValueError, match=r"each rank takes a GPU of its own, but got cuda:1"):
-        ranks.join(torch.device("cuda", 1))
 
 
 SHARDED = """

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, distributed
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 # What the first rank does while others wait, such as the index's start, has to end by then.
@@ -151,23 +152,13 @@ def join(device: torch.device) -> torch.device:
     """
     if not distributed.is_torchelastic_launched():
         return device
-    if device.type != "cuda":
-        distributed.init_process_group("gloo", timeout=PATIENCE)
-        return device
-    if device.index is not None:
-        raise ValueError(
-            "--device must be cuda under torchrun, where each rank takes a GPU of its own, "
-            f"but got {device}"
-        )
-    wanted, there = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if wanted > there:
-        raise ValueError(
-            f"--nproc-per-node must be at most the number of GPUs with --device cuda, "
-            f"but got {wanted} ranks for {there} of them"
-        )
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    distributed.init_process_group("nccl", timeout=PATIENCE, device_id=device)
+    options: dict[str, Any] = {"backend": "gloo", "timeout": PATIENCE}
+    if device.type == "cuda":
+        device = _own_gpu(device)
+        options |= {"backend": "nccl", "device_id": device}
+    store, rank, world = _store(PATIENCE)
+    with _exchange():
+        distributed.init_process_group(**options, store=store, rank=rank, world_size=world)
     return device
 
 
@@ -199,15 +190,39 @@ def telling_once() -> Iterator[None]:
         raise
 
 
+def _own_gpu(device: torch.device) -> torch.device:
+    """The GPU of this rank among those of its machine."""
+    if device.index is not None:
+        raise ValueError(
+            "--device must be cuda under torchrun, where each rank takes a GPU of its own, "
+            f"but got {device}"
+        )
+    wanted, there = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if wanted > there:
+        raise ValueError(
+            f"--nproc-per-node must be at most the number of GPUs with --device cuda, "
+            f"but got {wanted} ranks for {there} of them"
+        )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
 def _is_told(what: str) -> bool:
     """Whether another rank has said so, by the store that torchrun keeps for all of them."""
     try:
-        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=5)))
-        key = f"givens told, start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}: {what}"
-        return int(store.add(key, 1)) > 1
+        store, _, _ = _store(datetime.timedelta(seconds=5))
+        return int(store.add(f"told: {what}", 1)) > 1
     except RuntimeError:
         # The store is gone with its machine.
         return False
+
+
+def _store(timeout: datetime.timedelta) -> tuple[Any, int, int]:
+    """The store that torchrun keeps, this rank and how many there are."""
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    # After a restart it still has what ranks wrote that are no more.
+    return PrefixStore(f"givens {os.environ['TORCHELASTIC_RESTART_COUNT']}", store), rank, world
 
 
 def _rows(total: int, rank: int) -> slice:

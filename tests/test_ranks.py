@@ -1,0 +1,114 @@
+"""What ranks exchange (gloo, on a CPU), against one process that has it all."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from givens import ranks
+
+SCRIPT = """
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from givens import ranks
+
+store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+ranks.BUNDLED = 20
+mixed = torch.linspace(1, 2, world)
+for total in (1, world, 10, 11):
+    X = torch.randn(total, 4, generator=torch.Generator().manual_seed(total))
+    # The loss of all ranks: each uses all rows in its own way, and every row is of one rank.
+    whole = X.clone().requires_grad_()
+    (whole.sin().square() * mixed.sum()).sum().backward()
+    part = X[ranks.rows(total)].clone().requires_grad_()
+    everything = ranks.gathered(part.sin(), total)
+    torch.testing.assert_close(everything, X.sin(), rtol=0, atol=0)
+    (everything.square() * mixed[rank]).sum().backward()
+    torch.testing.assert_close(part.grad, whole.grad[ranks.rows(total)])
+    # Shares of means over parts, even of none, add up to the mean over all.
+    mean = part.detach().sum() / max(len(part), 1) / 4
+    torch.testing.assert_close(ranks.added(ranks.share(mean, len(part), total)), X.mean())
+
+# Large and small, of any layout, and one without a gradient.
+sizes = ((3, 7), (5,), (), (2, 2))
+parts = [torch.zeros(size, requires_grad=True) for size in sizes] + [torch.zeros(2)]
+parts[3].grad = torch.arange(4.0).view(2, 2).mT * (rank + 1)
+for part in parts[:3]:
+    part.grad = torch.full_like(part, rank + 1.0)
+ranks.add_gradients(parts)
+times = world * (world + 1) / 2
+for part in parts[:3]:
+    torch.testing.assert_close(part.grad, torch.full_like(part, times))
+torch.testing.assert_close(parts[3].grad, torch.arange(4.0).view(2, 2).mT * times)
+
+mine = torch.full((3,), float(rank))
+ranks.copy_from_first(mine, None)
+torch.testing.assert_close(mine, torch.zeros(3))
+if ranks.from_first(lambda: f"made by {rank}") != "made by 0":
+    sys.exit("made by another")
+ranks.check_same("numbers", [mine, "and words"], "")
+try:
+    ranks.check_same("numbers", [str(rank)], "look")
+except ValueError as error:
+    if f"numbers must be the same on all ranks, but rank 1 of {world}" not in str(error):
+        raise
+else:
+    sys.exit("other numbers were not seen")
+try:
+    ranks.from_first(lambda: 1 / 0)
+except ZeroDivisionError:
+    pass
+else:
+    sys.exit("the first rank's error was lost")
+dist.barrier()
+dist.destroy_process_group()
+# All is checked; gloo's threads may still race with the interpreter's end.
+os._exit(0)
+"""
+
+
+def test_three_ranks_exchange_what_one_has(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, tmp_path / "store", str(rank), "3"],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+
+
+def test_one_alone_exchanges_nothing():
+    x = torch.randn(3, 2)
+    assert ranks.count() == 1
+    assert ranks.is_first()
+    assert ranks.rows(3) == slice(0, 3)
+    assert ranks.gathered(x, 3) is ranks.added(x) is ranks.share(x, 3, 3) is x
+    assert ranks.join(torch.device("cpu")) == torch.device("cpu")
+    ranks.leave()
+
+
+def test_a_gpu_for_each_rank(monkeypatch):
+    for name, value in (("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    # Without torchrun its variables mean nothing.
+    assert ranks.join(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    with pytest.raises(ValueError, match=r"at most the number of GPUs .*, but got 4 ranks for 2"):
+        ranks.join(torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"each rank takes a GPU of its own, but got cuda:1"):
+        ranks.join(torch.device("cuda", 1))
