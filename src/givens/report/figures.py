@@ -75,8 +75,11 @@ def serving(entries: list[Entry]) -> Iterator[str]:
         "Test users asked one after another, on one thread of the machine that wrote this page. "
         "Rings: full precision by brute force."
     )
-    if any(len(one.points) > 1 for one in speeds):
+    kinds = {way.way.split()[-1] for _, _, seen in done for way in seen.speeds}
+    if "lists" in kinds:
         words += " Numbers beside points: lists that are looked into."
+    if "FastScan" in kinds:
+        words += " FastScan: the same codes, in the form of `givens build --kind pq-fastscan`."
     rate = Axis("queries a second", write=_whole, zero=True)
     yield _figure("Search speed against recall", words, speeds, RECALL, rate, flat)
 
