@@ -20,7 +20,7 @@ from givens.retrieval.data import click_log
 # as small indexes have them, and R starts as the identity, so that learning it is all it gets.
 LOG: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {"subspaces": 16, "codewords": 16, "start": "identity", "every": 50}
-METHODS: tuple[Method, ...] = ("post-hoc", "frozen", "gcd-greedy")
+METHODS: tuple[Method, ...] = ("frozen", "gcd-greedy", "post-hoc")
 # What a step with the index takes beside one without it, and the report beside all steps.
 JOINT_COST, REPORT_COST = 1.5, 0.05
 

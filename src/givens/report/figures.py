@@ -62,8 +62,10 @@ def serving(entries: list[Entry]) -> Iterator[str]:
         at = (4 * run.options["dim"], run.found("full") or 0.0)
         full.append(Series(name, c, [at], line=False, hollow=True))
         points = [(way.recall, way.queries_a_second) for way in ways]
-        value = f"{ways[-1].queries_a_second:,.0f}, ring {brute.queries_a_second:,.0f}"
-        notes = [way.way.split()[0] for way in ways] if len(ways) > 1 else ()
+        rates = [f"{way.way} {way.queries_a_second:,.0f}" for way in (ways[0], *ways[1:][-1:])]
+        value = f"{', '.join(rates)}, ring {brute.queries_a_second:,.0f}"
+        # Numbers of lists; what the two ends of a line to FastScan are is told in words.
+        notes = [way.way.split()[0] for way in ways] if ways[-1].way.endswith("lists") else ()
         lined = len(ways) > 1
         speeds.append(Series(run.label, c, points, line=lined, notes=notes, value=value))
         point = (brute.recall, brute.queries_a_second)
@@ -75,8 +77,11 @@ def serving(entries: list[Entry]) -> Iterator[str]:
         "Test users asked one after another, on one thread of the machine that wrote this page. "
         "Rings: full precision by brute force."
     )
-    if any(len(one.points) > 1 for one in speeds):
+    kinds = {way.way.split()[-1] for _, _, seen in done for way in seen.speeds}
+    if "lists" in kinds:
         words += " Numbers beside points: lists that are looked into."
+    if "FastScan" in kinds:
+        words += " Lines go up to the FastScan form of the same codes (--kind pq-fastscan)."
     rate = Axis("queries a second", write=_whole, zero=True)
     yield _figure("Search speed against recall", words, speeds, RECALL, rate, flat)
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from givens.export.faiss import inverted, load_index
+from givens.export.faiss import inverted, load_index, to_faiss
 from givens.quantizer import load
 from givens.report.runs import Folder
 from givens.retrieval import checkpoint, evaluate
@@ -20,6 +20,8 @@ from givens.retrieval.batches import Held
 
 # Queries are asked one after another for so long; a few before that fill the caches.
 SECONDS, BEFORE = 0.5, 20
+# Codewords of a subspace for Faiss's FastScan.
+FAST = 16
 # An angle that rounding alone does not make, in degrees.
 TURNED = 0.01
 
@@ -58,7 +60,8 @@ class Measured:
     """Each test user's recall by the index."""
     held: Held
     speeds: list[Speed]
-    """The index, at each nprobe where it has lists; full precision last."""
+    """The index, at each nprobe where it has lists; its FastScan form where it may have one; full
+    precision last."""
     counts: Int[Tensor, "D K"]
     """How many items have each codeword."""
     turn: Turn | None
@@ -100,6 +103,10 @@ def measured(run: Folder) -> Measured | None:
     codes = q.encode(items).fine
     counts = torch.stack([torch.bincount(c.long(), minlength=q.codewords) for c in codes.T])
     speeds = [*_speeds(index, queries, held, k), _flat_speed(run, items, queries, held, k)]
+    if q.coarse is None and q.codewords == FAST:
+        fast = to_faiss(q, items, kind="pq-fastscan")
+        recall, rate = _recall(fast, queries, held, k), _rate(fast, queries, held, k)
+        speeds.insert(1, Speed("FastScan", recall, rate))
     return Measured(users, held, speeds, counts, turned(run))
 
 
