@@ -33,7 +33,6 @@ html_theme_options = {
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 90
 napoleon_numpy_docstring = False

@@ -1,10 +1,10 @@
 """A sentence-transformers model whose documents go through the index while it learns.
 
-    python examples/sentences.py --json rows.json       a small model, learned from nothing
-    python examples/sentences.py --model FOLDER         one that sentence-transformers can load
+    python examples/sentences.py --seeds 5 --json rows.json      a small model, from nothing
+    python examples/sentences.py --model FOLDER --lr 2e-5        one that is there already
 
-The text is what every Python has: docstrings. Their first sentence is the question, the rest the
-document. Questions stay as they are; of documents 16 bytes are kept.
+The text is docstrings: their first sentence is the question, the rest the document. Questions stay
+as they are; of a document 16 bytes are kept.
 """
 
 import argparse
@@ -15,15 +15,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sentence_transformers import SentenceTransformer, models
-from sentence_transformers.models.tokenizer import WhitespaceTokenizer
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 import givens
 from givens.export.faiss import fit_opq, to_faiss
 
-BYTES, BATCH, HELD_OUT = 16, 64, 500
+BYTES, BATCH, HELD = 16, 64, 500
 
 
 class Indexed(nn.Module):
@@ -39,51 +40,63 @@ class Indexed(nn.Module):
         return {**features, "sentence_embedding": out.embedding, "distortion": out.distortion}
 
 
-def docstrings() -> list[tuple[str, str]]:
-    """Questions and documents, from all that is imported here."""
-    found, modules = {}, [vars(module) for module in list(sys.modules.values())]
-    classes = [vars(c) for names in modules for c in names.values() if inspect.isclass(c)]
-    for thing in (thing for names in modules + classes for thing in list(names.values())):
-        text = thing.__doc__ if callable(thing) and isinstance(thing.__doc__, str) else ""
-        question, _, document = inspect.cleandoc(text).partition("\n\n")
-        if len(question.split()) > 4 and len(document.split()) > 20:
-            found[question] = document
-    return sorted(found.items())
+def docstrings(most: int) -> np.ndarray:
+    """Questions and documents, (most, 2), from torch and numpy and all they import."""
+    things = [t for module in list(sys.modules.values()) for t in list(vars(module).values())]
+    texts = [inspect.cleandoc(t.__doc__ or "") for t in things if inspect.isroutine(t)]
+    parts = (text.partition("\n\n") for text in texts)
+    pairs = {head: " ".join(rest.split()[:64]) for head, _, rest in parts if len(rest) > 100}
+    return np.random.default_rng(0).permutation(sorted(pairs.items()))[:most]
 
 
-def small_model(texts: list[str]) -> list[nn.Module]:
-    """The mean of its words' vectors, which nobody has learned yet."""
-    vocabulary = {word.strip(".,:;()`'\"") for text in texts for word in text.lower().split()}
-    tokenizer = WhitespaceTokenizer(sorted(vocabulary), stop_words=[], do_lower_case=True)
-    words = models.WordEmbeddings(tokenizer, torch.randn(len(vocabulary), 128), True)
-    return [words, models.Pooling(128)]
+def small_model(texts: list[str]) -> SentenceTransformer:
+    """The mean of word pieces' vectors, which nobody has learned yet."""
+    words = Tokenizer(models.WordPiece(unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    how = trainers.WordPieceTrainer(vocab_size=8000, special_tokens=["?"], show_progress=False)
+    words.train_from_iterator(texts, how)
+    return SentenceTransformer(modules=[StaticEmbedding(words, embedding_dim=128)])
 
 
-def train(encoder: list[nn.Module], pairs: np.ndarray, steps: int, lr: float, after: bool) -> float:
-    """Half of the steps without the index, half with it; recall@10 of what was held out."""
-    index = givens.IndexLayer(
-        encoder[-1].get_sentence_embedding_dimension(), BYTES, metric="cosine"
-    )
-    ask = SentenceTransformer(modules=encoder)
-    tell = SentenceTransformer(modules=[*encoder, Indexed(index)])
-    adam = torch.optim.Adam([*ask.parameters(), *index.index_parameters()], lr)
-    turn = givens.GCD(index.rotation.parameters(), 1e-2)
-    draws = np.random.default_rng(0)
-    for step in range(steps):
-        if step == steps // 2 and not after:
-            index.warm_start(torch.from_numpy(tell.encode(pairs[:, 1])))
-        questions, documents = draws.choice(pairs[HELD_OUT:], BATCH, replace=False).T.tolist()
-        asked = normalize(ask(ask.tokenize(questions))["sentence_embedding"])
-        told = tell(tell.tokenize(documents))
-        scores = asked @ told["sentence_embedding"].T / 0.05
+def train(ask: SentenceTransformer, pairs: np.ndarray, kind: str) -> givens.Quantizer:
+    """Half of the steps without the index and half with it, or without it to the end."""
+    index = givens.IndexLayer(ask.get_embedding_dimension(), BYTES, metric="cosine")
+    tell = SentenceTransformer(modules=[*ask, Indexed(index)])
+    adam = torch.optim.Adam([*ask.parameters(), *index.index_parameters()], options.lr)
+    turn = givens.GCD(index.rotation.parameters(), lr=1e-2)
+    for step in range(options.steps):
+        if kind == "layer" and step == options.steps // 2:
+            index.warm_start(torch.from_numpy(ask.encode(pairs[:, 1])))
+        questions, documents = pairs[torch.randperm(len(pairs))[:BATCH]].T.tolist()
+        asked = ask(ask.preprocess(questions))["sentence_embedding"]
+        told = tell(tell.preprocess(documents))
+        scores = normalize(asked) @ told["sentence_embedding"].T / 0.05
         loss = cross_entropy(scores, torch.arange(BATCH)) + told["distortion"]
-        adam.zero_grad()
-        turn.zero_grad()
+        tell.zero_grad()
         loss.backward()
         adam.step()
         turn.step()
-    items = ask.encode(pairs[:, 1])
-    q = fit_opq(items, BYTES, metric="cosine") if after else index.quantizer
-    asked = ask.encode(pairs[:HELD_OUT, 0])
-    _, found = to_faiss(q, items).search(asked, 10)
-    return float((found == np.arange(HELD_OUT)[:, None]).any(1).mean())
+    if kind == "layer":
+        return index.quantizer
+    return fit_opq(ask.encode(pairs[:, 1]), BYTES, metric="cosine")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a folder; a small new model unless given")
+    parser.add_argument("--lr", type=float, default=1e-2)
+    for name, value in (("--documents", 3000), ("--steps", 600), ("--seeds", 1)):
+        parser.add_argument(name, type=int, default=value)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    options = parser.parse_args()
+    rows, pairs = [], docstrings(options.documents)
+    for seed, kind in [(s, k) for s in range(options.seeds) for k in ("after", "layer")]:
+        torch.manual_seed(seed)
+        model = SentenceTransformer(options.model) if options.model else small_model(pairs.ravel())
+        q = train(model, pairs[HELD:], kind)
+        asked, items = model.encode(pairs[:HELD, 0]), model.encode(pairs[:, 1])
+        found = to_faiss(q, items).search(asked, 10)[1] == np.arange(HELD)[:, None]
+        rows.append({"index": kind, "seed": seed, "recall@10": float(found.any(1).mean())})
+        print("{index:6} recall@10 {recall@10:.1%}".format(**rows[-1]))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -50,11 +50,10 @@ def recall(towers: Towers, q: givens.Quantizer, log: Log) -> float:
     first, last = log.starts[log.test], log.starts[log.test + 1]
     middle = (first + last) // 2
     places = np.linspace(first, middle - 1, HISTORY).astype(int).T
-    with torch.no_grad():
-        asked = towers.user(torch.from_numpy(log.items[places]).long())
-    _, found = to_faiss(q, towers.items.weight).search(asked.numpy(), 100)
-    there = zip(middle, last, found, strict=True)
-    return float(np.mean([np.isin(log.items[a:b], ids).mean() for a, b, ids in there]))
+    users = towers.user(torch.from_numpy(log.items[places]).long()).detach()
+    _, found = to_faiss(q, towers.items.weight).search(users.numpy(), 100)
+    asked = zip(middle, last, found, strict=True)
+    return float(np.mean([np.isin(log.items[a:b], ids).mean() for a, b, ids in asked]))
 
 
 def train(kind: str, log: Log, steps: int, seed: int) -> dict[str, object]:
@@ -81,7 +80,7 @@ def train(kind: str, log: Log, steps: int, seed: int) -> dict[str, object]:
     items = towers.items.weight.detach()
     q = fit_opq(items, BYTES, metric="cosine") if kind == "after" else index.quantizer
     found = {"distortion": q.distortion(items), "recall@100": recall(towers, q, log)}
-    return {"index": kind, "seed": seed, "steps": 2 * steps, **found}
+    return {"index": kind, "seed": seed, "steps": 2 * steps, **found, "torch": torch.__version__}
 
 
 if __name__ == "__main__":

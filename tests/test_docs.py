@@ -25,7 +25,9 @@ KNOWN = {"make", "pip", "curl", "tensorboard", "python"}
 
 def blocks(page):
     """(language, line, code) of every fenced block; Sphinx's own are its business."""
-    for match in re.finditer(r"^```(\S*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+    for match in re.finditer(
+        r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
+    ):
         if not match[1].startswith("{"):
             yield match[1], page.read_text()[: match.start(2)].count("\n"), match[2]
 
@@ -36,15 +38,21 @@ def commands(code):
     return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
 
 
+@pytest.fixture(scope="module")
+def made():
+    """Vectors, and a quantizer of them."""
+    x = np.random.default_rng(0).standard_normal((1000, 16)).astype(np.float32)
+    return x, givens.fit(x, 4, 16, coarse=4)
+
+
 @pytest.fixture
-def session(tmp_path, monkeypatch):
+def session(made, tmp_path, monkeypatch):
     """A folder with the files that pages name, in small, and what they take for granted."""
     monkeypatch.chdir(tmp_path)
-    x = np.random.default_rng(0).standard_normal((1000, 16)).astype(np.float32)
+    x, q = made
     for name, table in (("learn", x), ("base", x), ("queries", x[:20])):
         np.save(f"{name}.npy", table)
     np.save("truth.npy", ((x[:20, None] - x) ** 2).sum(2).argsort(1)[:, :100])
-    q = givens.fit(x, 4, 16, coarse=4)
     return {"q": q, "vectors": x, "queries": x[:20], "titles": [f"item {i}" for i in range(1000)]}
 
 
@@ -89,19 +97,27 @@ def check_command(words):
 
 def check_options(words):
     """Let the command line take the words in, and go no further."""
-    command = typer.main.get_command(app)
-    context = command.make_context("givens", words, resilient_parsing="--help" in words)
-    while hasattr(command, "resolve_command") and "--help" not in words:
-        name, command, words = command.resolve_command(
-            context, [*context._protected_args, *context.args]
+    asked = [word for word in words if word not in ("-h", "--help")]
+    command, name = typer.main.get_command(app), "givens"
+    context = command.make_context(name, [*asked], resilient_parsing=asked != words)
+    while hasattr(command, "resolve_command") and asked:
+        name, command, asked = command.resolve_command(context, asked)
+        context = command.make_context(
+            name, [*asked], resilient_parsing=len(asked) < len(words) - 1
         )
-        context = command.make_context(name, words, parent=context)
 
 
 def test_a_wrong_option_is_found():
     check_options(["fit", "x.npy", "-o", "q.safetensors"])
     with pytest.raises(Exception, match="No such option"):
         check_options(["fit", "x.npy", "-o", "q.safetensors", "--subspace-count", "8"])
+
+
+def test_commands_behind_the_results_are_there():
+    found = re.findall(r"^:command: (.*)$", (DOCS / "paper.md").read_text(), re.MULTILINE)
+    assert found
+    for command in found:
+        check_command(shlex.split(command))
 
 
 def test_links_of_the_readme_lead_somewhere():
