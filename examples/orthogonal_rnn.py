@@ -76,8 +76,9 @@ def learn(method: str, lr: float, blank: int, steps: int, seed: int) -> dict[str
         turn.step()
         right.append((said.argmax(2) == answers)[:, -COPIED:].float().mean().item())
     how = {"method": method, "lr": lr, "blank": blank, "steps": steps, "seed": seed}
-    ends = {"right": mean(right[-50:]), "error": givens.orthogonality_error(net.turn.weight)}
-    return {**how, **ends, "curve": right[::50], "torch": torch.__version__}
+    curve = [mean(right[at : at + 50]) for at in range(0, steps, 50)]
+    ends = {"right": curve[-1], "error": givens.orthogonality_error(net.turn.weight)}
+    return {**how, **ends, "curve": curve, "torch": torch.__version__}
 
 
 if __name__ == "__main__":
@@ -88,12 +89,11 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the rows here")
-    options = parser.parse_args()
+    given = parser.parse_args()
     rows = []
-    for method in [options.method] if options.method else RATES:
-        for seed in range(options.seeds):
-            lr = options.lr or RATES[method]
-            rows.append(learn(method, lr, options.blank, options.steps, seed))
+    for method in [given.method] if given.method else RATES:
+        for seed in range(given.seeds):
+            rows.append(learn(method, given.lr or RATES[method], given.blank, given.steps, seed))
             print("{method:10}  lr {lr:g}  {right:.1%} of the symbols come back".format(**rows[-1]))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,10 +1,9 @@
 """A sentence-transformers model whose documents go through the index while it learns.
 
-    python examples/sentences.py --seeds 5 --json rows.json      a small model, from nothing
+    python examples/sentences.py --seeds 3 --json rows.json      a small model, from nothing
     python examples/sentences.py --model FOLDER --lr 2e-5        one that is there already
 
-The text is docstrings: their first sentence is the question, the rest the document. Questions stay
-as they are; of a document 16 bytes are kept.
+The text is docstrings: the first sentence asks for the rest, of which 16 bytes are kept.
 """
 
 import argparse
@@ -42,8 +41,8 @@ class Indexed(nn.Module):
 
 def docstrings(most: int) -> np.ndarray:
     """Questions and documents, (most, 2), from torch and numpy and all they import."""
-    things = [t for module in list(sys.modules.values()) for t in list(vars(module).values())]
-    texts = [inspect.cleandoc(t.__doc__ or "") for t in things if inspect.isroutine(t)]
+    things = [thing for module in list(sys.modules.values()) for thing in vars(module).values()]
+    texts = [inspect.cleandoc(t.__doc__ or "") for t in things if type(t) is type(docstrings)]
     parts = (text.partition("\n\n") for text in texts)
     pairs = {head: " ".join(rest.split()[:64]) for head, _, rest in parts if len(rest) > 100}
     return np.random.default_rng(0).permutation(sorted(pairs.items()))[:most]
@@ -62,10 +61,11 @@ def train(ask: SentenceTransformer, pairs: np.ndarray, kind: str) -> givens.Quan
     """Half of the steps without the index and half with it, or without it to the end."""
     index = givens.IndexLayer(ask.get_embedding_dimension(), BYTES, metric="cosine")
     tell = SentenceTransformer(modules=[*ask, Indexed(index)])
-    adam = torch.optim.Adam([*ask.parameters(), *index.index_parameters()], options.lr)
+    adam = torch.optim.Adam([*ask.parameters(), *index.index_parameters()], given.lr)
     turn = givens.GCD(index.rotation.parameters(), lr=1e-2)
-    for step in range(options.steps):
-        if kind == "layer" and step == options.steps // 2:
+    rates = [torch.optim.lr_scheduler.CosineAnnealingLR(o, given.steps) for o in (adam, turn)]
+    for step in range(given.steps):
+        if kind == "layer" and step == given.steps // 2:
             index.warm_start(torch.from_numpy(ask.encode(pairs[:, 1])))
         questions, documents = pairs[torch.randperm(len(pairs))[:BATCH]].T.tolist()
         asked = ask(ask.preprocess(questions))["sentence_embedding"]
@@ -74,29 +74,26 @@ def train(ask: SentenceTransformer, pairs: np.ndarray, kind: str) -> givens.Quan
         loss = cross_entropy(scores, torch.arange(BATCH)) + told["distortion"]
         tell.zero_grad()
         loss.backward()
-        adam.step()
-        turn.step()
-    if kind == "layer":
-        return index.quantizer
-    return fit_opq(ask.encode(pairs[:, 1]), BYTES, metric="cosine")
+        for learner in (adam, turn, *rates):
+            learner.step()
+    items = ask.encode(pairs[:, 1])
+    return index.quantizer if kind == "layer" else fit_opq(items, BYTES, metric="cosine")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder; a small new model unless given")
-    parser.add_argument("--lr", type=float, default=1e-2)
-    for name, value in (("--documents", 3000), ("--steps", 600), ("--seeds", 1)):
-        parser.add_argument(name, type=int, default=value)
+    for name, value in (("lr", 1e-2), ("documents", 3000), ("steps", 400), ("seeds", 1)):
+        parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--json", type=Path, help="write the rows here")
-    options = parser.parse_args()
-    rows, pairs = [], docstrings(options.documents)
-    for seed, kind in [(s, k) for s in range(options.seeds) for k in ("after", "layer")]:
+    given = parser.parse_args()
+    rows, pairs = [], docstrings(given.documents)
+    for seed, kind in [(s, k) for s in range(given.seeds) for k in ("after", "layer")]:
         torch.manual_seed(seed)
-        model = SentenceTransformer(options.model) if options.model else small_model(pairs.ravel())
-        q = train(model, pairs[HELD:], kind)
-        asked, items = model.encode(pairs[:HELD, 0]), model.encode(pairs[:, 1])
-        found = to_faiss(q, items).search(asked, 10)[1] == np.arange(HELD)[:, None]
+        model = SentenceTransformer(given.model) if given.model else small_model(pairs.ravel())
+        index = to_faiss(train(model, pairs[HELD:], kind), model.encode(pairs[:, 1]))
+        found = index.search(model.encode(pairs[:HELD, 0]), 10)[1] == np.arange(HELD)[:, None]
         rows.append({"index": kind, "seed": seed, "recall@10": float(found.any(1).mean())})
         print("{index:6} recall@10 {recall@10:.1%}".format(**rows[-1]))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1) + "\n")

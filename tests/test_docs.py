@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,15 @@ from givens.cli import app
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+TABLES = [
+    ("vectors.md", "example-vectors.json", "method", ("recall@10", "distortion")),
+    ("model.md", "example-two-towers.json", "index", ("recall@100", "distortion")),
+    ("model.md", "example-sentences.json", "index", ("recall@10",)),
+    ("matrix.md", "example-rnn.json", "method", ("right",)),
+    ("matrix.md", "example-low-bit-64.json", "method", ("lost", "ms a step")),
+    ("matrix.md", "example-low-bit-256.json", "method", ("lost", "ms a step")),
+]
+PARTS = {"recall@10", "recall@100", "right", "lost"}
 # Programs that a page may name without ours being in the line.
 KNOWN = {"make", "pip", "curl", "tensorboard", "python"}
 
@@ -134,6 +144,27 @@ def test_promises_name_tests_that_are_there():
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
 
 
+def table(rows, by, columns):
+    """A Markdown table of mean ± standard deviation over seeds; parts are told in percent."""
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    for name in dict.fromkeys(row[by] for row in rows):
+        cells = []
+        for column in columns:
+            values = [row[column] for row in rows if row[by] == name]
+            scale, unit = (100, " %") if column in PARTS else (1, "")
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            cells.append(f"{scale * statistics.mean(values):.2f} ± {scale * spread:.2f}{unit}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("page", "rows", "by", "columns"), TABLES, ids=lambda value: str(value))
+def test_tables_are_the_rows(page, rows, by, columns):
+    """What a page tells of an example is what its run has left."""
+    measured = json.loads((ROOT / "results" / rows).read_text())
+    assert table(measured, by, columns) in (DOCS / page).read_text()
+
+
 def test_the_table_of_damaged_files_is_what_was_measured():
     rows = json.loads((ROOT / "results" / "files.json").read_text())["rows"]
     damaged = {row["target"]: row for row in rows if row["part"] == "mutations"}
@@ -158,6 +189,12 @@ def test_the_table_of_damaged_files_is_what_was_measured():
         lost = (kills["givens Quantizer.save"], kills["faiss.write_index"], "–")
         cells = " | ".join(map(str, (*lost, kills["plain safetensors"])))
         assert f"| old file lost, of 1,000 kills while overwriting it | {cells} |" in told
+    ours, theirs = (
+        next(row["write_ms"] for row in rows if row["part"] == "kills" and row["target"] == name)
+        for name in ("givens save_index", "faiss.write_index")
+    )
+    price = f"took {ours:.0f} ms where Faiss alone took {theirs:.0f} ms"
+    assert price in (DOCS / "reliability.md").read_text()
 
 
 def test_every_public_name_is_in_the_reference():

@@ -124,6 +124,16 @@ def test_orthogonal_rnn_remembers_what_is_near(run):
     assert row["right"] > 0.3
 
 
+def test_low_bit(run):
+    """Every method loses less than its start, which loses less than no rotation at all."""
+    _, rows = run("low_bit.py", "--steps", "30", "--dim", "32", "--json", "rows.json")
+    lost = {row["method"]: row["lost"] for row in rows}
+    assert lost.pop("identity") > lost["random"]
+    start = lost.pop("random")
+    assert len(lost) == 4
+    assert max(lost.values()) < start
+
+
 @pytest.mark.filterwarnings("default")
 def test_sentences(run):
     """A model of sentence-transformers learns, and its documents are what the index holds."""
