@@ -31,6 +31,8 @@ html_theme_options = {
     "dark_css_variables": {"color-brand-primary": "#6db3f2", "color-brand-content": "#6db3f2"},
 }
 
+# Arguments of a class are told by its __init__.
+autoclass_content = "both"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_preserve_defaults = True
