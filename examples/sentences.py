@@ -3,7 +3,7 @@
     python examples/sentences.py --seeds 3 --json rows.json      a small model, from nothing
     python examples/sentences.py --model FOLDER --lr 2e-5        one that is there already
 
-The text is docstrings: the first sentence asks for the rest, of which 16 bytes are kept.
+The text is docstrings: the first sentence asks for the rest, of which 8 bytes are kept.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 import givens
-from givens.export.faiss import fit_opq, to_faiss
+from givens.export.faiss import to_faiss
 
-BYTES, BATCH, HELD = 16, 64, 500
+BYTES, BATCH, HELD = 8, 64, 500
 
 
 class Indexed(nn.Module):
@@ -77,7 +77,7 @@ def train(ask: SentenceTransformer, pairs: np.ndarray, kind: str) -> givens.Quan
         for learner in (adam, turn, *rates):
             learner.step()
     items = ask.encode(pairs[:, 1])
-    return index.quantizer if kind == "layer" else fit_opq(items, BYTES, metric="cosine")
+    return index.quantizer if kind == "layer" else givens.fit(items, BYTES, metric="cosine")
 
 
 if __name__ == "__main__":

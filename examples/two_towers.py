@@ -85,11 +85,11 @@ def train(kind: str, log: Log, steps: int, seed: int) -> dict[str, object]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="without the index, and with it")
-    parser.add_argument("--seeds", type=int, default=1)
+    for name, value in (("steps", 300), ("items", 2000), ("seeds", 1)):
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
-    log = click_log(users=6000, items=2000, clicks=180_000)
+    log = click_log(3 * options.items, options.items, 90 * options.items)
     rows = []
     for seed in range(options.seeds):
         for kind in ("after", "frozen", "gcd"):

@@ -145,15 +145,15 @@ def test_promises_name_tests_that_are_there():
 
 
 def table(rows, by, columns):
-    """A Markdown table of mean ± standard deviation over seeds; parts are told in percent."""
+    """Markdown: mean ± standard deviation over seeds, parts in percent."""
     lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for name in dict.fromkeys(row[by] for row in rows):
         cells = []
         for column in columns:
             values = [row[column] for row in rows if row[by] == name]
             scale, unit = (100, " %") if column in PARTS else (1, "")
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            cells.append(f"{scale * statistics.mean(values):.2f} ± {scale * spread:.2f}{unit}")
+            spread = f" ± {scale * statistics.stdev(values):.2f}" if len(values) > 1 else ""
+            cells.append(f"{scale * statistics.mean(values):.2f}{spread}{unit}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -38,19 +38,19 @@ def test_short(script):
 
 def test_vectors(run):
     """What it writes is an index, and the rotation is worth something on correlated axes."""
-    told, rows = run("vectors.py", "--rows", "3000", "--json", "rows.json")
-    assert load_index("index.faiss").index.ntotal == 3000
+    told, rows = run("vectors.py", "--rows", "1000", "--bytes", "2", "--json", "rows.json")
+    assert load_index("index.faiss").index.ntotal == 1000
     distortion = {row["method"]: row["distortion"] for row in rows}
     assert distortion["GCD-G"] < distortion["PQ"]
     assert all(f"{name} " in told for name in distortion)
 
 
 def test_vectors_of_the_users_own(run):
-    x = np.random.default_rng(0).standard_normal((600, 16)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)
     np.save("base.npy", x)
     np.save("queries.npy", x[:50])
-    told, _ = run("vectors.py", "base.npy", "queries.npy")
-    assert told.startswith("600 vectors of 16")
+    told, _ = run("vectors.py", "base.npy", "queries.npy", "--bytes", "1")
+    assert told.startswith("300 vectors of 4, 1 bytes each")
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_serve_says_what_is_wrong(served, question, message):
 
 
 def test_two_towers(run):
-    _, rows = run("two_towers.py", "--steps", "8", "--json", "rows.json")
+    _, rows = run("two_towers.py", "--steps", "8", "--items", "300", "--json", "rows.json")
     assert [row["index"] for row in rows] == ["after", "frozen", "gcd"]
     assert all(0 < row["recall@100"] < 1 and 0 < row["distortion"] < 1 for row in rows)
     # The three differ in what they do with the index alone.
@@ -137,6 +137,6 @@ def test_low_bit(run):
 @pytest.mark.filterwarnings("default")
 def test_sentences(run):
     """A model of sentence-transformers learns, and its documents are what the index holds."""
-    _, rows = run("sentences.py", "--steps", "20", "--documents", "800", "--json", "rows.json")
+    _, rows = run("sentences.py", "--steps", "4", "--documents", "800", "--json", "rows.json")
     assert [row["index"] for row in rows] == ["after", "layer"]
     assert all(0 < row["recall@10"] <= 1 for row in rows)
