@@ -1,14 +1,9 @@
 import importlib.metadata
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from typer.testing import CliRunner
 
 import givens
 
@@ -36,37 +31,6 @@ def test_version_and_types():
 @pytest.mark.parametrize("name", givens.__all__)
 def test_public_names_have_a_docstring(name):
     assert getattr(givens, name).__doc__
-
-
-def blocks(path, language):
-    found = re.finditer(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
-    return [
-        pytest.param(match[1], id=f"{path.name}-{number}") for number, match in enumerate(found)
-    ]
-
-
-@pytest.mark.parametrize("block", blocks(ROOT / "README.md", "python"))
-def test_readme_runs(block, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    exec(compile(block, "README.md", "exec"), {})
-
-
-@pytest.mark.parametrize("block", blocks(ROOT / "README.md", "bash"))
-def test_readme_commands_run(block, tmp_path, monkeypatch):
-    """The commands one after another, on files of the names that they use."""
-    from givens.cli import app
-
-    monkeypatch.chdir(tmp_path)
-    x = np.random.default_rng(0).standard_normal((1000, 16)).astype(np.float32)
-    for name, table in (("learn", x), ("base", x), ("queries", x[:20])):
-        np.save(f"{name}.npy", table)
-    np.save("truth.npy", ((x[:20, None] - x) ** 2).sum(2).argsort(1)[:, :100])
-    for line in block.splitlines():
-        done = CliRunner().invoke(app, shlex.split(line, comments=True)[1:], catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-    # A vector of the base is its own nearest neighbour.
-    assert (np.load("better.npy")[:, 0] == np.arange(20)).all()
 
 
 def test_every_module_has_its_test():
