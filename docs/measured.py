@@ -49,6 +49,8 @@ class Measured(SphinxDirective):
             self.env.note_dependency(str(path))
             text += _picture(path) if path.suffix == ".png" else _table(path)
         if "claims" in self.options:
+            if not self.rows():
+                raise self.error(f"results/{pattern} is there without {self.options['rows']}")
             module = importlib.import_module(f"givens.paper.{self.options['claims']}")
             text += [f"- {line}" for line in module.claims(read(RESULTS / self.options["rows"]))]
         rows = [f"rows: {{download}}`{path.name} <../results/{path.name}>`" for path in self.rows()]
