@@ -382,6 +382,9 @@ def test_without_faiss_it_says_what_to_install(folder, monkeypatch, command):
     monkeypatch.chdir(folder)
     before = names(folder)
     monkeypatch.setitem(sys.modules, "faiss", None)
+    # Imported anew, and put back afterwards.
+    for package in ("export", "report"):
+        monkeypatch.setattr(givens, package, getattr(givens, package))
     for name in [
         name for name in sys.modules if name.startswith(("givens.export", "givens.report"))
     ]:
@@ -507,6 +510,13 @@ def test_train_leaves_a_run_that_other_commands_read(clicks, monkeypatch):
     assert "16" in invoke("inspect", "run/quantizer.safetensors")
     np.save("queries.npy", np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32))
     assert "among 60 vectors" in invoke("search", "run/index.faiss", "queries.npy", "-k", 5)
+    assert config["seconds"] > 0
+    monkeypatch.setattr("givens.report.measure.SECONDS", 0.02)
+    told = invoke("report", "run", "-o", "r.html")
+    assert "GCD-G: with 2 bytes an item it finds" in told
+    assert "Written: r.html (" in told
+    # There are not 100 items to be found.
+    assert "recall@50, index" in (clicks / "r.html").read_text()
 
 
 @pytest.mark.usefixtures("unchecked")
