@@ -128,8 +128,9 @@ def test_the_table_has_the_runs_numbers(folder, three):
     rows = {row[0]: row[1:] for row in Tables(text).rows}
     for method, entry in zip(METHODS, entries, strict=True):
         told = results(folder, method)
+        last = entry.run.rows[-1].get("distortion", told["distortion"])
         assert rows[NAMES[method]] == [
-            f"{told['distortion']:.4f}",
+            f"{last:.4f}",
             f"{100 * told['index']['recall@100']:.2f} %",
             f"{100 * told['full']['recall@100']:.2f} %",
             "2",  # 4 parts of 4 bits

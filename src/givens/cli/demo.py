@@ -21,8 +21,8 @@ from givens.retrieval.data import click_log
 LOG: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {"subspaces": 16, "codewords": 16, "start": "identity", "every": 50}
 METHODS: tuple[Method, ...] = ("frozen", "gcd-greedy", "post-hoc")
-# What a step with the index takes beside one without it, and the report beside all steps.
-JOINT_COST, REPORT_COST = 1.5, 0.05
+# What the report takes, in parts of all steps.
+REPORT = 0.05
 
 
 def demo(
@@ -49,10 +49,9 @@ def demo(
     log = click_log(**LOG)
     config = suited(log, small=True, **{**OPTIONS, "seed": seed})
     typer.echo(log)
-    costs = {method: 1.0 if method == "post-hoc" else JOINT_COST for method in METHODS}
-    total = config.warmup + config.steps * sum(costs.values())
+    total = (1 + REPORT) * (config.warmup + len(METHODS) * config.steps)
     with out.progress("warm-up") as bar:
-        whole = _Whole(bar, total + REPORT_COST * total)
+        whole = _Whole(bar, total)
         towers = warm_up(log, config, tell=whole.part("warm-up", 0, config.warmup))
         warmed = time.perf_counter() - began
         typer.echo(f"Warm-up: {config.warmup:,} steps of the towers alone, {warmed:.0f} s")
@@ -60,7 +59,7 @@ def demo(
             start = time.perf_counter()
             chosen = dataclasses.replace(config, method=method)
             folder = output / method
-            tell = whole.part(NAMES[method], config.warmup, config.steps, costs[method])
+            tell = whole.part(NAMES[method], config.warmup, config.steps)
             train(log, chosen, folder, towers=towers, tell=tell)
             spent = time.perf_counter() - start
             about = run_record(chosen, log, "cpu", None)
@@ -98,22 +97,21 @@ def _show(runs: dict[str, Folder], full: int) -> None:
     ):
         table.add_row(name, "–", f"{100 * (alone.found(by) or 0):.2f} %", size, "–")
     Console().print(table)
+    typer.echo("Distortion after the last step; recall at the best step of the validation users.")
 
 
 class _Whole:
-    """One bar over all the work, whose steps take different times."""
+    """One bar over the steps of all parts."""
 
     def __init__(self, bar: out.Bar, total: float) -> None:
-        self.bar, self.total, self.before = bar, int(total), 0.0
+        self.bar, self.total, self.before = bar, int(total), 0
 
-    def part(
-        self, name: str, first: int, steps: int, cost: float = 1.0
-    ) -> Callable[[dict[str, Any]], None]:
-        """The next part: what is to be told of each look."""
+    def part(self, name: str, first: int, steps: int) -> Callable[[dict[str, Any]], None]:
+        """The next part, which counts its steps from `first`: what is to be told of each look."""
         before = self.before
-        self.before += cost * steps
+        self.before += steps
 
         def tell(row: dict[str, Any]) -> None:
-            self.bar.stand(int(before + cost * (row["step"] - first)), self.total, name)
+            self.bar.stand(before + row["step"] - first, self.total, name)
 
         return tell

@@ -44,7 +44,7 @@ def _alike(one: Folder, other: Folder) -> bool:
 
 
 def _on_distortion(mine: Folder, frozen: Folder) -> str:
-    here, there = (run.joint[-1]["distortion"] for run in (mine, frozen))
+    here, there = mine.distortion or 0.0, frozen.distortion or 0.0
     change = 100 * (here / max(there, 1e-300) - 1)
     way = "lower" if change < 0 else "higher"
     return (

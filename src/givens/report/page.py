@@ -117,8 +117,9 @@ def _table(entries: list[Entry]) -> str:
         )
         rows.append((f"<span>{escape(name)}</span>", "–", _number(value, "{:.2%}"), *["–"] * 4))
     note = (
-        "Distortion: mean squared error of an item's unit vector. Recall: the part of what test "
-        "users liked next that is among the items they are given. Full precision: the same towers "
+        "Distortion: mean squared error of an item's unit vector, after the last step. Recall: the "
+        "part of what test users liked next that is among the items they are given, at the step "
+        "that did best on the validation users. Full precision: the same towers "
         "without the index. Codewords in use: e^entropy, the mean over subspaces. Seconds: of "
         "the run; one that went on from a shared warm-up does not count it."
     )

@@ -62,7 +62,13 @@ class Folder:
 
     @property
     def distortion(self) -> float | None:
-        """Of the index that the run ended with."""
+        """Of all items after the last step, or of the index that was built afterwards.
+
+        The index that is kept is of the step that did best on the validation users; which one that
+        is would say more of them than of R.
+        """
+        if self.joint:
+            return float(self.joint[-1]["distortion"])
         return None if self.results is None else float(self.results["distortion"])
 
     def found(self, by: str) -> float | None:
