@@ -48,7 +48,7 @@ def test_it_holds_the_package_and_nothing_else(wheel):
     assert package == {
         path.relative_to(source).as_posix()
         for path in (source / "givens").rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".css") or path.name == "py.typed"
     }
     assert {name for name in names if not name.startswith(info)} == package
     assert info + "licenses/LICENSE" in names
