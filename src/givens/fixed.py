@@ -31,7 +31,7 @@ SAMPLE = 65_536
 GROWTH = 4
 PER_CODEWORD, PER_AXIS = 16, 8
 # Passes over each size of the sample, and of each start that is tried.
-PASSES = 20
+PASSES = 16
 TRIAL = 8
 # Turns of n/2 planes after a pass: by exact angles, and as in the paper. n of them visit about all
 # planes once; each costs n²K, so that this many over n cost a small part of the pass at any n.
@@ -108,7 +108,7 @@ def fit(
             rotation, or an earlier quantizer, whose codebooks are the start too. "auto" tries the
             first two.
         seed: of everything that is drawn.
-        iterations: the most passes; it stops where they no longer pay. 60 unless given, 20 where
+        iterations: the most passes; it stops where they no longer pay. 48 unless given, 16 where
             the sample does not grow.
         sample: how many vectors to look at, drawn once; None for all, read again in every pass.
         grow: whether early passes look at a part of the sample.

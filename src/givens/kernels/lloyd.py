@@ -89,26 +89,37 @@ def scan(
                     x[j, p] = X[first + p, d * w + j]
             least[:] = np.inf
             index[:] = 0
+            a[:] = 0
+            b[:] = 0
             for k in range(0, K, BREADTH):
-                a[:] = 0
-                b[:] = 0
+                c, e = C[d, k], C[d, k + 1]
+                here, next_one = np.int32(k), np.int32(k + 1)
                 for j in range(0, depth, DEPTH):
-                    c, e = C[d, k], C[d, k + 1]
                     c0, c1, c2, c3 = c[j], c[j + 1], c[j + 2], c[j + 3]
                     e0, e1, e2, e3 = e[j], e[j + 1], e[j + 2], e[j + 3]
                     x0, x1, x2, x3 = x[j], x[j + 1], x[j + 2], x[j + 3]
-                    for p in range(BLOCK):
-                        u0, u1, u2, u3 = x0[p], x1[p], x2[p], x3[p]
-                        a[p] += (u0 - c0) ** 2 + (u1 - c1) ** 2 + (u2 - c2) ** 2 + (u3 - c3) ** 2
-                        b[p] += (u0 - e0) ** 2 + (u1 - e1) ** 2 + (u2 - e2) ** 2 + (u3 - e3) ** 2
-                here, next_one = np.int32(k), np.int32(k + 1)
-                for p in range(BLOCK):
-                    second = b[p] < a[p]
-                    found = b[p] if second else a[p]
-                    at = next_one if second else here
-                    less = found < least[p]
-                    least[p] = found if less else least[p]
-                    index[p] = at if less else index[p]
+                    if j + DEPTH < depth:
+                        # The first coordinates begin the sums, which saves a pass that clears them.
+                        more = np.float32(0 if j == 0 else 1)
+                        for p in range(BLOCK):
+                            u0, u1, u2, u3 = x0[p], x1[p], x2[p], x3[p]
+                            f = (u0 - c0) ** 2 + (u1 - c1) ** 2 + (u2 - c2) ** 2 + (u3 - c3) ** 2
+                            g = (u0 - e0) ** 2 + (u1 - e1) ** 2 + (u2 - e2) ** 2 + (u3 - e3) ** 2
+                            a[p] = more * a[p] + f
+                            b[p] = more * b[p] + g
+                    else:
+                        # The last ones are compared at once, and never stored.
+                        for p in range(BLOCK):
+                            u0, u1, u2, u3 = x0[p], x1[p], x2[p], x3[p]
+                            f = (u0 - c0) ** 2 + (u1 - c1) ** 2 + (u2 - c2) ** 2 + (u3 - c3) ** 2
+                            g = (u0 - e0) ** 2 + (u1 - e1) ** 2 + (u2 - e2) ** 2 + (u3 - e3) ** 2
+                            f += a[p]
+                            g += b[p]
+                            found = g if g < f else f
+                            at = next_one if g < f else here
+                            less = found < least[p]
+                            least[p] = found if less else least[p]
+                            index[p] = at if less else index[p]
             for p in range(rows):
                 codes[first + p, d] = index[p]
                 errors[first + p, d] = least[p]
