@@ -176,3 +176,10 @@ def test_bad_arguments(unchecked, arguments, message):
 def test_shapes_that_do_not_go_together(unchecked):
     with pytest.raises(ValueError, match=r"Y must have shape \(N, 6\) or \(N, 2, 3\)"):
         nearest(torch.zeros(4, 5), torch.zeros(2, 8, 3))
+
+
+def test_a_codeword_too_far_to_measure_leaves_the_others_alone():
+    """Its distance overflows, in the sum of the first coordinates already."""
+    C = torch.randn(1, 6, 12, generator=torch.Generator().manual_seed(0))
+    C[0, :2] = 1e20
+    assert nearest(C[0, 2:].clone(), C)[:, 0].tolist() == [2, 3, 4, 5]

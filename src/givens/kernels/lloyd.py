@@ -100,13 +100,13 @@ def scan(
                     x0, x1, x2, x3 = x[j], x[j + 1], x[j + 2], x[j + 3]
                     if j + DEPTH < depth:
                         # The first coordinates begin the sums, which saves a pass that clears them.
-                        more = np.float32(0 if j == 0 else 1)
+                        begun = j > 0
                         for p in range(BLOCK):
                             u0, u1, u2, u3 = x0[p], x1[p], x2[p], x3[p]
                             f = (u0 - c0) ** 2 + (u1 - c1) ** 2 + (u2 - c2) ** 2 + (u3 - c3) ** 2
                             g = (u0 - e0) ** 2 + (u1 - e1) ** 2 + (u2 - e2) ** 2 + (u3 - e3) ** 2
-                            a[p] = more * a[p] + f
-                            b[p] = more * b[p] + g
+                            a[p] = a[p] + f if begun else f
+                            b[p] = b[p] + g if begun else g
                     else:
                         # The last ones are compared at once, and never stored.
                         for p in range(BLOCK):
