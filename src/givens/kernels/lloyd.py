@@ -99,14 +99,16 @@ def scan(
                     e0, e1, e2, e3 = e[j], e[j + 1], e[j + 2], e[j + 3]
                     x0, x1, x2, x3 = x[j], x[j + 1], x[j + 2], x[j + 3]
                     if j + DEPTH < depth:
-                        # The first coordinates begin the sums, which saves a pass that clears them.
-                        begun = j > 0
+                        # Cleared, not multiplied by 0: an overflow would leave NaN to the next codewords.
+                        if j == 0:
+                            a[:] = 0
+                            b[:] = 0
                         for p in range(BLOCK):
                             u0, u1, u2, u3 = x0[p], x1[p], x2[p], x3[p]
                             f = (u0 - c0) ** 2 + (u1 - c1) ** 2 + (u2 - c2) ** 2 + (u3 - c3) ** 2
                             g = (u0 - e0) ** 2 + (u1 - e1) ** 2 + (u2 - e2) ** 2 + (u3 - e3) ** 2
-                            a[p] = a[p] + f if begun else f
-                            b[p] = b[p] + g if begun else g
+                            a[p] += f
+                            b[p] += g
                     else:
                         # The last ones are compared at once, and never stored.
                         for p in range(BLOCK):
