@@ -99,7 +99,7 @@ def scan(
                     e0, e1, e2, e3 = e[j], e[j + 1], e[j + 2], e[j + 3]
                     x0, x1, x2, x3 = x[j], x[j + 1], x[j + 2], x[j + 3]
                     if j + DEPTH < depth:
-                        # Cleared, not multiplied by 0: an overflow would leave NaN to the next codewords.
+                        # Cleared, not multiplied by 0, which would make NaN of an overflow.
                         if j == 0:
                             a[:] = 0
                             b[:] = 0
