@@ -15,7 +15,8 @@ import torch
 import givens
 from givens import files
 from givens.export.faiss import load_index
-from givens.retrieval import checkpoint, evaluate, replay
+from givens.kernels import replay
+from givens.retrieval import checkpoint, evaluate
 from givens.retrieval.config import Config, Method
 from givens.retrieval.data import click_log
 from givens.retrieval.run import Run

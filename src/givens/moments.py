@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from givens import kernels, pairing
+from givens.kernels.replay import Replay
 from givens.kmeans import Clusters
 from givens.rotation import nearest, orthonormalise_rows_, skew_magnitudes, turn_rows_
 
@@ -131,13 +132,20 @@ def turn_best_(
 ) -> None:
     """GCD with exact angles on W = Rᵀ and Z, in place: as many steps, the first of that number."""
     n = len(W)
-    for s in range(step, step + steps):
+
+    def once(s: int) -> Tensor:
         pairs = choose_planes(method, n, seed, s, lambda: root_gains(Z)).to(W.device)
         # Planes that share an axis are turned one after another, each by its angle at its turn.
         for planes in (pairs,) if method.startswith("gcd") else pairs[:, None]:
             theta = plane_angles(Z, planes)
             turn_rows_(Z.view(n, -1), planes, theta, disjoint=True)
             turn_rows_(W, planes, theta, disjoint=True)
+        return theta
+
+    # A greedy step asks for nothing but W and Z, which stay where they are.
+    again = Replay(lambda: once(step)) if W.is_cuda and method == "gcd-greedy" else None
+    for s in range(step, step + steps):
+        again() if again else once(s)
         _tidy_(W, seed, s)
 
 

@@ -21,7 +21,7 @@ from givens.retrieval.batches import Asked, Examples
 from givens.retrieval.config import Config
 from givens.retrieval.data import Log
 from givens.retrieval.losses import hinge_loss, softmax_loss
-from givens.retrieval.replay import Replay
+from givens.kernels.replay import Replay
 from givens.retrieval.towers import Towers
 from givens.rotation import orthogonality_error, project, random_rotation
 

@@ -1,4 +1,4 @@
-"""A training step as one CUDA graph: on a GPU its many launches take longer than its work."""
+"""A step as one CUDA graph: on a GPU its many launches take longer than its work."""
 
 from collections.abc import Callable
 
