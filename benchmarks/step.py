@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import givens
 from givens.paper import fig4
 from givens.paper.rows import PACKAGES, environment, write
 
@@ -27,9 +26,7 @@ def make(method: str, n: int, dtype: torch.dtype, device: str) -> fig4.Contender
     """A method of ours or of a peer, at a random rotation with a random gradient."""
     if method not in ("torch-cayley", "geotorch", "geoopt"):
         return fig4.contender(method, n, dtype, device)
-    start = givens.random_rotation(n).to(device, dtype)
-    G = torch.randn(n, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    G = G.to(device, dtype)
+    start, G = (part.to(device, dtype) for part in fig4.problem(n))
     if method == "geoopt":
         import geoopt
 
@@ -47,15 +44,13 @@ def make(method: str, n: int, dtype: torch.dtype, device: str) -> fig4.Contender
         geotorch.orthogonal(module, "weight")
         module.weight = start
     optimizer = torch.optim.Adam(module.parameters(), fig4.LR)
-    current = [module.weight]
 
     def step() -> None:
         optimizer.zero_grad()
-        current[0].backward(G)
+        module.weight.backward(G)
         optimizer.step()
-        current[0] = module.weight
 
-    return lambda: current[0].detach(), step
+    return lambda: module.weight.detach(), step
 
 
 def main() -> None:

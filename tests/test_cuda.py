@@ -383,6 +383,24 @@ def test_nearest_codewords(N, D, K, w):
     torch.testing.assert_close(squared.T.double(), found, rtol=1e-4, atol=4e-6 * float(norm))
 
 
+def test_quantizing_is_the_nearest_codeword_and_what_follows():
+    from givens.kernels.nearest import nearest, quantize
+
+    N, D, K, w = 3000, 4, 256, 8
+    X, C = torch.randn(N, D * w, device="cuda"), torch.randn(D, K, w, device="cuda")
+    X[5, 3], X[7, 9] = float("nan"), float("inf")
+    usage = torch.ones(D, K, device="cuda")
+    codes, at, words, errors = quantize(X, C, usage, 0.25)
+    assert torch.equal(codes, nearest(X, C)[0])
+    assert torch.equal(at.view(N, D), codes.int() + K * torch.arange(D, device="cuda").int())
+    expected = C.flatten(0, 1)[at].view(N, D * w).where(X.isfinite(), float("nan"))
+    assert torch.equal(words.nan_to_num(7), expected.nan_to_num(7))
+    assert int(words.isnan().sum()) == 2
+    assert torch.equal(errors.nan_to_num(7), (X - expected).nan_to_num(7))
+    counts = torch.bincount(at, minlength=D * K).view(D, K)
+    assert torch.equal(usage, 1 + 0.25 * counts)
+
+
 def test_equal_codewords_give_the_first():
     from givens.kernels.nearest import nearest
 

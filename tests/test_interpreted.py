@@ -51,6 +51,16 @@ assert codes.dtype == torch.uint8
 least, expected = (X[:, :, None] - C).square().sum(-1).min(-1)
 assert torch.equal(codes.long(), expected)
 torch.testing.assert_close(distances, least)
+X[3, 1, 2], usage = float("nan"), torch.ones(3, 9)
+codes, at, words, errors = nearest.quantize(X.flatten(1), C, usage, 0.5)
+expected[3, 1] = 0
+assert torch.equal(codes.long(), expected)
+assert torch.equal(at.view(70, 3).long(), expected + 9 * torch.arange(3))
+chosen = C[torch.arange(3), expected].flatten(1).where(X.flatten(1).isfinite(), float("nan"))
+assert torch.equal(words.nan_to_num(7), chosen.nan_to_num(7)) and int(words.isnan().sum()) == 1
+assert torch.equal(errors.nan_to_num(7), (X.flatten(1) - chosen).nan_to_num(7))
+counts = torch.nn.functional.one_hot(expected, 9).sum(0)
+assert torch.equal(usage, 1 + 0.5 * counts)
 
 for n, stack, held, pairing, adapt, betas in (
     (5, 1, 0, "random", None, (0.0, 0.0)),

@@ -37,8 +37,11 @@ def ours(found, at, lists):
     x, W = found["x"], found["W"]
     R = W.detach().mT.contiguous()
     coarse = found.get("coarse")
-    Y = x.detach() @ R
-    return StraightThrough.apply(x, W, found["codebooks"], coarse, R, Y, at, lists)
+    residual = x.detach() @ R - (0 if coarse is None else coarse.detach()[lists])
+    # NaN where a residual is not finite, as the layer has them.
+    words = found["codebooks"].detach().flatten(0, 1)[at].view(m, n) + 0 * residual
+    error = residual - words
+    return StraightThrough.apply(x, W, found["codebooks"], coarse, R, at, words, error, lists)
 
 
 def gradients(function, found, at, lists, weights):

@@ -118,7 +118,7 @@ def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clu
             continue
         # A product with ones and zeros adds in a fixed order on a GPU, which scattering does not.
         for rows in slices(len(Y), _buffer(Y) // (D * K)):
-            member = torch.nn.functional.one_hot(codes[rows].T.long(), K).to(Y.dtype)
+            member = (codes[rows].T[..., None] == torch.arange(K, device=Y.device)).to(Y.dtype)
             y = Y[rows].expand(D, -1, -1) if whole else cut(Y[rows], D)
             sums += member.mT @ y
             counts += member.sum(1)
@@ -126,15 +126,22 @@ def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clu
     return Clusters(sums, counts, errors)
 
 
+def fused(Y: Tensor, C: Tensor) -> bool:
+    """Whether a GPU kernel finds the nearest codewords; torch.compile cannot look into it."""
+    if torch.compiler.is_compiling() or len(Y) == 0 or kernels.choose(Y) != "triton":
+        return False
+    from givens.kernels import nearest
+
+    return C.shape[-1] <= nearest.WIDEST
+
+
 def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (N, D) and squared distances (N, D) of Y (N, n), float32: the one hot loop."""
-    backend = kernels.choose(Y)
-    if backend == "triton":
+    if fused(Y, C):
         from givens.kernels import nearest
 
-        if C.shape[-1] <= nearest.WIDEST:
-            return nearest.nearest(Y, C)
-    if backend == "numba":
+        return nearest.nearest(Y, C)
+    if kernels.choose(Y) == "numba":
         from givens.kernels import lloyd
 
         found = lloyd.nearest(Y.contiguous().numpy(), C.contiguous().numpy())

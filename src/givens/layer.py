@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from givens import ranks
 from givens.fixed import Init, Method, fit
-from givens.kmeans import nearest
+from givens.kmeans import fused, nearest
 from givens.quantizer import Codes, Metric, Quantizer
 from givens.rotation import Rotation
 from givens.straight_through import StraightThrough
@@ -36,6 +36,19 @@ class Indexed(NamedTuple):
     """The codes of X; none while the layer passes embeddings through."""
     distortion: Tensor
     """The mean squared L2 error, a scalar; 0 while the layer passes embeddings through."""
+
+
+class Quantized(NamedTuple):
+    """What the codebooks make of vectors (m, n)."""
+
+    codes: Tensor
+    """(m, D)."""
+    at: Tensor
+    """(m·D,), the codewords' rows in the table of all."""
+    words: Tensor
+    """The codewords, (m, n); NaN where a vector is not finite."""
+    errors: Tensor
+    """The vectors without them."""
 
 
 class IndexLayer(nn.Module):
@@ -112,13 +125,11 @@ class IndexLayer(nn.Module):
             with torch.no_grad():
                 # Laid out as in a Quantizer, so that both round alike.
                 R = W.mT.contiguous()
-                Y = x @ R
-                codes, at, residual = self._encoded(Y)
-                if self.training:
-                    self._count(residual, at)
-            parts = (W, self.codebooks, self.coarse, R, Y, at, codes.coarse)
+                lists, residual = self._listed(x @ R)
+                found = self._quantized(residual, count=self.training)
+            parts = (W, self.codebooks, self.coarse, R, *found[1:], lists)
             embedding, distortion = StraightThrough.apply(x, *parts)  # type: ignore[no-untyped-call]
-            return Indexed(embedding, codes, distortion)
+            return Indexed(embedding, Codes(found.codes, lists), distortion)
 
     @torch.no_grad()
     def warm_start(
@@ -234,10 +245,11 @@ class IndexLayer(nn.Module):
             raise ValueError("sample must have at least one vector, but got 0")
         with torch.autocast(sample.device.type, enabled=False):
             Y = self._entered(sample) @ self.rotation.matrix.contiguous()
-            _, at, residual = self._encoded(Y)
+            _, residual = self._listed(Y)
+            found = self._quantized(residual, count=False)
         D, K, w = self.codebooks.shape
         parts = residual.view(-1, D, w)
-        errors = (parts - self.codebooks.flatten(0, 1)[at].view_as(parts)).square().sum(2)
+        errors = found.errors.view_as(parts).square().sum(2)
         generator = torch.Generator(sample.device).manual_seed(seed)
         # The first of exponential clocks, each as fast as its error is large; NaN's stands still.
         clocks = torch.empty_like(errors).exponential_(generator=generator)
@@ -275,27 +287,43 @@ class IndexLayer(nn.Module):
                 nothing = nothing + 0 * part.flatten()[0]
         return Indexed(x + nothing, None, nothing)
 
-    def _encoded(self, Y: Tensor) -> tuple[Codes, Tensor, Tensor]:
-        """The codes; their codewords' rows in the table of all, (m·D,); and the residual."""
-        lists, residual = None, Y
-        if self.coarse is not None:
-            if self.metric == "l2":
-                lists = _nearest(Y, self.coarse[None])[:, 0].long()
-            else:
-                lists = (Y @ self.coarse.mT).argmax(1)
-            residual = Y - self.coarse[lists]
-        fine = _nearest(residual, self.codebooks)
-        return Codes(fine, lists), (fine + self.offsets).view(-1), residual
+    def _listed(self, Y: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The lists of rotated vectors, where there are any, and what they leave of them."""
+        if self.coarse is None:
+            return None, Y
+        if self.metric == "l2":
+            lists = _nearest(Y, self.coarse[None])[:, 0].long()
+        else:
+            lists = (Y @ self.coarse.mT).argmax(1)
+        return lists, Y - self.coarse[lists]
 
-    def _count(self, residual: Tensor, at: Tensor) -> None:
-        """Move the averages on: how often codewords are chosen and, by "ema", what chooses them."""
+    def _quantized(self, residual: Tensor, *, count: bool) -> Quantized:
+        """What the codebooks make of residuals; counted, it moves the averages on."""
+        usage, share = None, (1 - self.decay) / max(len(residual), 1)
+        if count and self.sums is None:
+            usage = self.usage.mul_(self.decay)
+        if fused(residual, self.codebooks):
+            from givens.kernels.nearest import quantize
+
+            found = Quantized(*quantize(residual, self.codebooks.detach(), usage, share))
+        else:
+            codes = _nearest(residual, self.codebooks)
+            at = (codes + self.offsets).view(-1)
+            words = self.codebooks.flatten(0, 1).index_select(0, at).view_as(residual)
+            # It is words to the last bit, and NaN where a residual is not finite.
+            words = torch.add(words, residual, alpha=0)
+            found = Quantized(codes, at, words, residual - words)
+            if usage is not None:
+                one = residual.new_ones(()).expand(len(at))
+                usage.view(-1).index_add_(0, at, one, alpha=share)
+        if count and self.sums is not None:
+            self._average(self.sums, residual, found.at)
+        return found
+
+    def _average(self, sums: Tensor, residual: Tensor, at: Tensor) -> None:
+        """Codewords by "ema": move on how often they are chosen, and what chooses them."""
         D, K, w = self.codebooks.shape
-        m = max(len(residual), 1)
         one = residual.new_ones(()).expand(len(at))
-        if self.sums is None:
-            usage = self.usage.view(-1)
-            usage.mul_(self.decay).index_add_(0, at, one, alpha=(1 - self.decay) / m)
-            return
         # An average never forgets NaN.
         good = residual.isfinite().all(1).repeat_interleave(D)[:, None]
         chosen = torch.cat([one[:, None], residual.view(-1, w)], dim=1).where(good, 0)
@@ -305,9 +333,9 @@ class IndexLayer(nn.Module):
         # Every subspace has seen all vectors.
         added = added.view(D, K, 1 + w) / added[:K, 0].sum().clamp_min(1)
         self.usage.lerp_(added[..., 0], 1 - self.decay)
-        self.sums.lerp_(added[..., 1:], 1 - self.decay)
+        sums.lerp_(added[..., 1:], 1 - self.decay)
         usage = self.usage[..., None]
-        self.codebooks.copy_(torch.where(usage > FLOOR, self.sums / usage, self.codebooks))
+        self.codebooks.copy_(torch.where(usage > FLOOR, sums / usage, self.codebooks))
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 
 class StraightThrough(torch.autograd.Function):
-    """From X, given its rotated Y and their codes, to T(X) and the distortion; and back."""
+    """From X, given what the codebooks make of Y, to T(X) and the distortion; and back."""
 
     @staticmethod
     def forward(
@@ -30,21 +30,19 @@ class StraightThrough(torch.autograd.Function):
         codebooks: Tensor,
         coarse: Tensor | None,
         R: Tensor,
-        Y: Tensor,
         at: Tensor,
+        words: Tensor,
+        error: Tensor,
         lists: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """φ(Y)Rᵀ and (1/m)‖Y − q‖²."""
-        q = codebooks.flatten(0, 1).index_select(0, at).view_as(Y)
+        """φ(Y)Rᵀ and (1/m)‖Y − q‖², from the rows of the codewords, these, and Y − q."""
+        q = words
         if coarse is not None and lists is not None:
-            q = q + coarse[lists]
-        error = Y - q
+            q = words + coarse[lists]
         ctx.save_for_backward(x, W, q, error, at, lists)
         ctx.shapes = codebooks.shape, None if coarse is None else coarse.shape
         flat = error.view(-1)
-        # q + (Y − Y) in one pass: it is q to the last bit, and NaN where Y is not finite.
-        embedding = torch.add(q, Y, alpha=0) @ R.mT
-        return embedding, torch.dot(flat, flat) / max(len(x), 1)
+        return q @ R.mT, torch.dot(flat, flat) / max(len(x), 1)
 
     @staticmethod
     @once_differentiable
@@ -54,19 +52,19 @@ class StraightThrough(torch.autograd.Function):
         (D, K, w), centroids = ctx.shapes
         gx = gW = gc = gl = None
         with torch.autocast(g.device.type, enabled=False):
-            # Of the distortion by Y; by q it is the negative of it.
-            e = error * (gd * (2 / max(len(x), 1)))
+            # e is `share` of this: the gradient of the distortion by Y; by q it is −e.
+            e, share = error * gd, 2 / max(len(x), 1)
             if ctx.needs_input_grad[0]:
-                gx = torch.addmm(g, e, W)
+                gx = torch.addmm(g, e, W, alpha=share)
             if any(ctx.needs_input_grad[1:4]):
                 h = g @ W.mT
             if ctx.needs_input_grad[1]:
                 # Both of W's places: φ(Y) W and x Wᵀ.
-                gW = (q.mT @ g).addmm_((h + e).mT, x)
+                gW = (q.mT @ g).addmm_(torch.add(h, e, alpha=share).mT, x)
             if any(ctx.needs_input_grad[2:4]):
-                h = h - e
+                h = torch.sub(h, e, alpha=share)
             if ctx.needs_input_grad[2]:
                 gc = h.new_zeros(D * K, w).index_add_(0, at, h.view(-1, w)).view(D, K, w)
             if ctx.needs_input_grad[3]:
                 gl = h.new_zeros(centroids).index_add_(0, lists, h)
-        return gx, gW, gc, gl, None, None, None, None
+        return gx, gW, gc, gl, None, None, None, None, None

@@ -3,6 +3,8 @@
 ‖x − c‖² is ‖x‖² + ‖c‖² − 2x·c, and ‖x‖² is the same for every codeword. Both are taken from the
 codewords' mean, where they are small and so is what rounding does. The products run on tensor
 cores, each float32 as the sum of three TF32 numbers, which keeps the precision of float32.
+
+X (count, subspaces·width), C (subspaces, codewords, width) → codes (count, subspaces).
 """
 
 import torch
@@ -15,37 +17,80 @@ WIDEST = 256
 
 
 @triton.jit
-def nearest_kernel(
-    X, C, means, norms, codes, distances, count, subspaces, codewords, width,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """X (count, subspaces·width), C (subspaces, codewords, width) → codes (count, subspaces)."""
-    d = tl.program_id(1)
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    depth = tl.arange(0, DEPTH)
-    deep = depth < width
-    at = rows[:, None] * (subspaces * width) + d * width + depth[None, :]
-    x = tl.load(X + at, mask=(rows < count)[:, None] & deep[None, :], other=0.0)
-    x -= tl.load(means + d * width + depth, mask=deep, other=0.0)[None, :]
-    C += d * codewords * width
+def load_words(C, words, depth, codewords, width):
+    """Codewords of one subspace, (words, depth), with 0 where there are none."""
+    inside = (words < codewords)[:, None] & (depth < width)[None, :]
+    return tl.load(C + words[:, None] * width + depth[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def search(x, C, depth, codewords, width, ROWS: tl.constexpr, WORDS: tl.constexpr,
+           DEPTH: tl.constexpr):  # fmt: skip
+    """The codes of sub-vectors x (ROWS, DEPTH) in the codebook C, and their squared distances."""
+    mean = tl.zeros((DEPTH,), tl.float32)
+    for start in range(0, codewords, WORDS):
+        words = start + tl.arange(0, WORDS)
+        mean += tl.sum(load_words(C, words, depth, codewords, width), axis=0)
+    mean /= codewords
+    x -= mean[None, :]
     best = tl.full((ROWS,), float("inf"), tl.float32)
     code = tl.zeros((ROWS,), tl.int32)
     for start in range(0, codewords, WORDS):
         words = start + tl.arange(0, WORDS)
-        inside = words < codewords
-        at_words = words[:, None] * width + depth[None, :]
-        c = tl.load(C + at_words, mask=inside[:, None] & deep[None, :], other=0.0)
-        norm = tl.load(norms + d * codewords + words, mask=inside, other=float("inf"))
+        c = load_words(C, words, depth, codewords, width) - mean[None, :]
+        norm = tl.where(words < codewords, tl.sum(c * c, axis=1), float("inf"))
         distance = norm[None, :] - 2 * tl.dot(x, tl.trans(c), input_precision="tf32x3")
         least = tl.min(distance, axis=1)
         # The first of equals, as argmin has it; what is NaN is near to nothing and keeps code 0.
         first = tl.min(tl.where(distance == least[:, None], words[None, :], codewords), axis=1)
         code = tl.where(least < best, first, code)
         best = tl.minimum(best, least)
-    at_codes = rows * subspaces + d
-    tl.store(codes + at_codes, code.to(codes.dtype.element_ty), mask=rows < count)
-    squared = tl.maximum(best + tl.sum(x * x, axis=1), 0.0)
-    tl.store(distances + at_codes, squared, mask=rows < count)
+    return code, tl.maximum(best + tl.sum(x * x, axis=1), 0.0)
+
+
+@triton.jit
+def nearest_kernel(
+    X, C, codes, distances, count, subspaces, codewords, width,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Codes, and squared distances."""
+    d = tl.program_id(1)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH)
+    inside = (rows < count)[:, None] & (depth < width)[None, :]
+    at = rows[:, None] * (subspaces * width) + d * width + depth[None, :]
+    x = tl.load(X + at, mask=inside, other=0.0)
+    C += d * codewords * width
+    code, squared = search(x, C, depth, codewords, width, ROWS, WORDS, DEPTH)
+    tl.store(codes + rows * subspaces + d, code.to(codes.dtype.element_ty), mask=rows < count)
+    tl.store(distances + rows * subspaces + d, squared, mask=rows < count)
+
+
+@triton.jit
+def quantize_kernel(
+    X, C, codes, places, chosen, errors, usage, share, count, subspaces, codewords, width,
+    COUNTED: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Codes, and all that follows from them; every choice adds a share to the codeword's usage."""
+    d = tl.program_id(1)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH)
+    inside = (rows < count)[:, None] & (depth < width)[None, :]
+    at = rows[:, None] * (subspaces * width) + d * width + depth[None, :]
+    x = tl.load(X + at, mask=inside, other=0.0)
+    code, _ = search(x, C + d * codewords * width, depth, codewords, width, ROWS, WORDS, DEPTH)
+    place = d * codewords + code
+    word = tl.load(C + place[:, None] * width + depth[None, :], mask=inside, other=0.0)
+    # 0, but NaN where x is not finite.
+    word += x - x
+    tl.store(chosen + at, word, mask=inside)
+    tl.store(errors + at, x - word, mask=inside)
+    tl.store(codes + rows * subspaces + d, code.to(codes.dtype.element_ty), mask=rows < count)
+    tl.store(places + rows * subspaces + d, place, mask=rows < count)
+    if COUNTED:
+        # Equal shares add up to the same in any order.
+        shares = tl.zeros((ROWS,), tl.float32) + share
+        tl.atomic_add(usage + place, shares, mask=rows < count, sem="relaxed")
 
 
 def nearest(X: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,15 +98,41 @@ def nearest(X: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
 
     The codes are uint8 where K ≤ 256.
     """
+    (grid, sizes, shape), codes = _launch(X, codebooks), _codes(X, codebooks)
+    distances = torch.empty(codes.shape, device=X.device)
+    nearest_kernel[grid](X.contiguous(), codebooks.contiguous(), codes, distances, *sizes, **shape)
+    return codes, distances
+
+
+def quantize(
+    X: Tensor, codebooks: Tensor, usage: Tensor | None = None, share: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of X (N, D·w), their rows in the table of all codewords, these, and X without them.
+
+    Codewords are NaN where X is not finite. Every code adds its share to the usage (D, K).
+    """
+    (grid, sizes, shape), codes = _launch(X, codebooks), _codes(X, codebooks)
+    X = X.contiguous()
+    places = torch.empty(codes.numel(), dtype=torch.int32, device=X.device)
+    words, errors = torch.empty_like(X), torch.empty_like(X)
+    quantize_kernel[grid](
+        X, codebooks.contiguous(), codes, places, words, errors, usage, share, *sizes,
+        COUNTED=usage is not None, **shape,
+    )  # fmt: skip
+    return codes, places, words, errors
+
+
+def _codes(X: Tensor, codebooks: Tensor) -> Tensor:
+    D, K, _ = codebooks.shape
+    return torch.empty(len(X), D, dtype=torch.uint8 if K <= 256 else torch.int64, device=X.device)
+
+
+def _launch(
+    X: Tensor, codebooks: Tensor
+) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
+    """The grid, the sizes, and how much a program holds."""
     D, K, w = codebooks.shape
-    means = codebooks.mean(dim=1)
-    C = (codebooks - means[:, None]).contiguous()
-    codes = torch.empty(len(X), D, dtype=torch.uint8 if K <= 256 else torch.int64, device=X.device)
-    distances = torch.empty(len(X), D, device=X.device)
     depth = max(16, triton.next_power_of_2(w))
     rows = 128 if depth <= 64 else 64
-    nearest_kernel[(triton.cdiv(len(X), rows), D)](
-        X.contiguous(), C, means, C.square().sum(dim=-1), codes, distances, len(X), D, K, w,
-        ROWS=rows, WORDS=64, DEPTH=depth, num_warps=4, num_stages=2,
-    )  # fmt: skip
-    return codes, distances
+    shape = {"ROWS": rows, "WORDS": 64, "DEPTH": depth, "num_warps": 4, "num_stages": 2}
+    return (triton.cdiv(len(X), rows), D), (len(X), D, K, w), shape

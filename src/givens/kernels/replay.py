@@ -21,7 +21,7 @@ class Replay:
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
         self.calls = 0
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream()
         self.recorded: Recorded | None = None
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:

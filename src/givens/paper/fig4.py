@@ -2,11 +2,12 @@
 
 Each method is first checked against itself in float64; one that fails is not timed. Then the
 methods take turns, round after round, and a row has the median of all rounds. A GCD row is
-`GCD.step()` as a user calls it, its pairing included; a Cayley row is the backward pass from the
-gradient of R, Adam's step and the forward pass to the next R. On a GPU a step that waits for
-nothing is timed by replays of a CUDA graph of many, the others by events around each.
+`GCD.step()` as a user calls it, its pairing included; a Cayley row is the forward pass to R, the
+backward pass from its gradient and Adam's step. On a GPU a step that waits for nothing is timed by
+replays of a CUDA graph of many, the others by events around each.
 """
 
+import functools
 import itertools
 import statistics
 import time
@@ -37,7 +38,7 @@ ROUNDS = {"cpu": 9, "cuda": 3}
 SECONDS_A_ROUND = 0.15
 LR = 1e-3
 # What a CUDA graph can hold: the others wait for the host.
-CAPTURED = ("gcd-random", "gcd-greedy", "gcd-steepest")
+CAPTURED = ("gcd-random", "gcd-greedy", "gcd-steepest", "cayley")
 # torch's SVD in float32 leaves this much on a GPU; the others are far below it.
 LEAST_ORTHOGONAL = 1e-2
 
@@ -58,14 +59,23 @@ def run(
     return [{**row, **about} for n in dims for row in measured(methods, n, device, tell=tell)]
 
 
+@functools.cache
+def problem(n: int) -> tuple[Tensor, Tensor]:
+    """A random rotation and a random gradient."""
+    generator = torch.Generator().manual_seed(1)
+    return random_rotation(n), torch.randn(n, n, generator=generator, dtype=torch.float64)
+
+
 def contender(method: str, n: int, dtype: torch.dtype, device: str) -> Contender:
     """A method at a random rotation with a random gradient."""
-    start = random_rotation(n).to(device, dtype)
-    G = torch.randn(n, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    G = G.to(device, dtype)
+    start, G = (part.to(device, dtype) for part in problem(n))
     rotation = Rotation(n, start)
     name = method.removesuffix("-exact")
-    options = {"exact": method != name} if name == "gcd-steepest" else {}
+    options = {}
+    if name == "gcd-steepest":
+        options = {"exact": method != name}
+    elif name == "cayley":
+        options = {"capturable": device == "cuda"}
     optimizer = optimizer_for(rotation, name, LR, **options)  # type: ignore[arg-type]
     if method.startswith("gcd") or method == "svd":
         # A graph holds many steps; a new gradient for each keeps the rotation from converging.
@@ -78,15 +88,13 @@ def contender(method: str, n: int, dtype: torch.dtype, device: str) -> Contender
 
         rotation.weight.grad = G
         return lambda: rotation.weight.detach(), optimizer.step if device == "cpu" else turn
-    current = [rotation.weight]
 
     def step() -> None:
         optimizer.zero_grad()
-        current[0].backward(G)  # type: ignore[no-untyped-call]
+        rotation.weight.backward(G)  # type: ignore[no-untyped-call]
         optimizer.step()
-        current[0] = rotation.weight
 
-    return lambda: current[0].detach(), step
+    return lambda: rotation.weight.detach(), step
 
 
 def measured(

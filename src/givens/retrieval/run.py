@@ -14,6 +14,7 @@ from torch.optim import Adam, Optimizer
 from givens import ranks
 from givens.baselines import optimizer_for
 from givens.fixed import fit
+from givens.kernels.replay import Replay
 from givens.layer import IndexLayer
 from givens.quantizer import Quantizer
 from givens.retrieval import evaluate
@@ -21,7 +22,6 @@ from givens.retrieval.batches import Asked, Examples
 from givens.retrieval.config import Config
 from givens.retrieval.data import Log
 from givens.retrieval.losses import hinge_loss, softmax_loss
-from givens.kernels.replay import Replay
 from givens.retrieval.towers import Towers
 from givens.rotation import orthogonality_error, project, random_rotation
 

@@ -51,6 +51,9 @@ class Towers(nn.Module):
             self.mix = Mix(dim)
             self.items = nn.Embedding(items, dim)
             nn.init.normal_(self.items.weight, std=dim**-0.5)
+            if self.words is not None:
+                # As long as items: Adam moves all by the same, and long ones would turn slowly.
+                nn.init.normal_(self.words.weight, std=dim**-0.5)
 
     def user(self, asked: Asked) -> Float[Tensor, "b n"]:
         """Unit vectors of users."""
