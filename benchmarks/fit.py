@@ -1,13 +1,15 @@
 """Fit a quantizer to fixed vectors, side by side: givens, Faiss's OPQ and PQ, nanopq.
 
     python benchmarks/fit.py --data DIR --json results/fit.json
+    python benchmarks/fit.py --data DIR --device cuda --json results/fit-cuda.json
 
 DIR has learn, base_a, base_b, query and groundtruth (.npy, or compressed .npy.zst) of the SIFT
 descriptors; without it only the made-up data are run. All contenders train on the same 65,536
 vectors and are judged by the mean squared error on vectors that none of them saw, computed here in
 one way for all. They take turns, seed after seed, on the same number of threads. Faiss's OPQ is run
 as it comes, from a random rotation, and from the identity, which it can be given; both are followed
-by its ProductQuantizer with its defaults.
+by its ProductQuantizer with its defaults. On a GPU givens alone is timed, on all base vectors there:
+by its own sample of them, and by all of them in every pass.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 import givens
+from givens.fixed import SAMPLE
 from givens.paper.rows import PACKAGES, environment, write
 
 TRAIN, HELD = 65_536, 200_000
@@ -151,6 +154,32 @@ def recall(fitted: Fitted, folder: Path) -> float:
     return sum(hits) / len(hits) / 10
 
 
+def time_on_a_gpu(folder: Path, runs: int = 3) -> list[dict[str, object]]:
+    """Seconds to fit all base vectors, which are on the GPU; the first run compiles."""
+    base = np.concatenate([read(folder, "base_a"), read(folder, "base_b")])
+    x = torch.from_numpy(base).cuda().float()
+    rows = []
+    for run in range(runs):
+        for name, sample in (("default", SAMPLE), ("all", None)):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            q = givens.fit(x, 8, sample=sample)
+            torch.cuda.synchronize()
+            row = {
+                "data": "sift",
+                "dim": x.shape[1],
+                "vectors": len(x),
+                "subspaces": 8,
+                "sample": name,
+                "run": run,
+                "seconds": round(time.perf_counter() - began, 3),
+                "distortion": q.distortion(x),
+            }
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
 def main() -> None:
     """Fit, judge, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -161,12 +190,19 @@ def main() -> None:
     parser.add_argument("--slow-seeds", type=int, default=1, help="of nanopq, which takes minutes")
     parser.add_argument("--recall-seeds", type=int, default=1, help="seeds to search with")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.device == "cuda":
+        about = environment("cuda")
+        rows = [{**row, **about} for row in time_on_a_gpu(arguments.data)]
+        if arguments.json:
+            write(arguments.json, rows)
+        return
 
     import faiss
 
-    torch.set_num_threads(arguments.threads)
     faiss.omp_set_num_threads(arguments.threads)
     about = environment("cpu", (*PACKAGES, "nanopq"))
     print(about)

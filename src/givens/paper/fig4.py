@@ -9,6 +9,7 @@ replays of a CUDA graph of many, the others by events around each.
 
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -223,12 +224,10 @@ def timed_by_clock(step: Callable[[], Any], _: int) -> list[float]:
 def plot(pyplot: Any, rows: Rows, path: Path) -> None:
     """Time against n, both logarithmic."""
     figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
-    for method in dict.fromkeys(row["method"] for row in rows):
-        if method in NAMES:
-            mine = [row for row in rows if row["method"] == method]
+    for method in NAMES:
+        if times := _times(rows, method):
             style = "o-" if method.startswith("gcd") else "s--"
-            times = [row["median_us"] for row in mine]
-            axes.plot([row["n"] for row in mine], times, style, ms=4, label=NAMES[method])
+            axes.plot(times.keys(), times.values(), style, ms=4, label=NAMES[method])
     where = rows[0]["gpu"] or f"{rows[0]['cpu']}, {rows[0]['threads']} threads"
     dims = sorted({row["n"] for row in rows})
     axes.set(xscale="log", yscale="log", xlabel="n", ylabel="µs for one step")
@@ -244,6 +243,12 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> None:
 def claims(rows: Rows) -> list[str]:
     """What the rows say about the paper's claims."""
     told = []
+    if rows[0]["device"] == "cuda":
+        found = {method: _growth(_times(rows, method)) for method in ("gcd-random", "cayley")}
+        told.append(
+            f"GCD-R grows as n² and Cayley as n³ on a GPU (the paper): here as "
+            f"n^{found['gcd-random']:.1f} and n^{found['cayley']:.1f} between the two largest n"
+        )
     for method, claimed in (("gcd-greedy", 5), ("gcd-random", 50)):
         ratios = {
             row["n"]: row["times_faster_than_cayley"]
@@ -258,3 +263,16 @@ def claims(rows: Rows) -> list[str]:
                 f"{holds} here; {spread}"
             )
     return told
+
+
+def _times(rows: Rows, method: str) -> dict[int, float]:
+    """The median microseconds of a method, by n."""
+    return {row["n"]: row["median_us"] for row in rows if row["method"] == method}
+
+
+def _growth(times: dict[int, float]) -> float:
+    """The power of n by which the time grows between the two largest."""
+    if len(times) < 2:
+        return float("nan")
+    (m, first), (n, last) = sorted(times.items())[-2:]
+    return math.log(last / first) / math.log(n / m)

@@ -50,7 +50,7 @@ def read(path: Path) -> Rows:
 
 def save_picture(pyplot: Any, figure: Any, lines: list[str], path: Path) -> None:
     """Write a picture with what it shows in words below it."""
-    height, below = figure.get_figheight(), 0.16 * len(lines) + 0.15
+    height, below = figure.get_figheight(), 0.112 * len(lines) + 0.12
     figure.set_figheight(height + below)
     figure.tight_layout(rect=(0, below / (height + below), 1, 1))
     figure.text(0.01, 0.01, "\n".join(lines), fontsize=6.5, va="bottom")

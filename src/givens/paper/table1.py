@@ -127,6 +127,7 @@ def _cells(rows: Rows, method: str, value: Callable[[Row], float], scale: float)
 
 
 def _mean(values: list[float], scale: float) -> str:
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    digits = 2 if scale == 100 else 4
-    return f"{scale * statistics.mean(values):.{digits}f} ± {scale * spread:.{digits}f}"
+    mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    if scale == 1:
+        return f"{mean:.4g} ± {spread:.2g}"
+    return f"{scale * mean:.2f} ± {scale * spread:.2f}"
