@@ -8,8 +8,8 @@ descriptors; without it only the made-up data are run. All contenders train on t
 vectors and are judged by the mean squared error on vectors that none of them saw, computed here in
 one way for all. They take turns, seed after seed, on the same number of threads. Faiss's OPQ is run
 as it comes, from a random rotation, and from the identity, which it can be given; both are followed
-by its ProductQuantizer with its defaults. On a GPU givens alone is timed, on all base vectors there:
-by its own sample of them, and by all of them in every pass.
+by its ProductQuantizer with its defaults. On a GPU givens alone is timed, on all base vectors: by
+its own sample of them, and by all of them in every pass.
 """
 
 import argparse

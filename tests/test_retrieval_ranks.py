@@ -53,6 +53,7 @@ import torch
 import torch.distributed as dist
 
 from givens import ranks
+from givens.retrieval import run as running
 from givens.retrieval import train as module
 from givens.retrieval.config import Config
 from givens.retrieval.data import click_log
@@ -92,6 +93,7 @@ runs = {
     "hinge": {"steps": 20, "loss": "hinge", "negatives": 3, "batch": 8, "method": "gcd-random"},
     "hinge, all": {"steps": 20, "loss": "hinge", "method": "cayley", "fixed_items": True},
     "post-hoc": {"method": "post-hoc", "pool": "mean", "steps": 10},
+    "many items": {"steps": 20, "negatives": 101},
     "whole": {"warmup": 150, "steps": 50, "dim": 32, "subspaces": 8, "codewords": 64,
               "batch": 256, "every": 50},
 }
@@ -99,6 +101,7 @@ told = {}
 for name, options in runs.items():
     losses, lines = [], []
     config = dataclasses.replace(SMALL, **options)
+    running.LARGE = 100 if name == "many items" else 10_000
     # What the first steps with the index do is seen best without others before them.
     known = untrained if 0 < config.steps == 20 else None
     folder = Path(output) / f"{world} {name}"

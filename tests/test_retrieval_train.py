@@ -126,6 +126,35 @@ def test_methods_share_a_warm_up(log, tmp_path):
     assert again.results == whole.results
 
 
+def test_of_many_items_a_step_moves_those_it_sees(log, monkeypatch):
+    monkeypatch.setattr("givens.retrieval.run.LARGE", 100)
+    run = Run(log, changed(negatives=20, batch=64))
+    before = run.towers.items.weight.detach().clone()
+    _, target = run.examples.draw(0, 64)
+    run.advance()
+    moved = (run.towers.items.weight != before).any(1)
+    assert moved[target].all()
+    assert 0 < int(moved.sum()) <= 64 + 20
+    assert run.towers.items.weight.grad.is_sparse
+
+
+def test_of_many_items_it_learns_and_resumes_bit_for_bit(log, tmp_path, monkeypatch):
+    monkeypatch.setattr("givens.retrieval.run.LARGE", 100)
+    config = changed(warmup=200, steps=60, dim=32, subspaces=8, negatives=100, lr=2e-2, every=20)
+    whole = train(log, config)
+    assert whole.results["index"]["recall@100"] > whole.results["popularity"]["recall@100"] + 0.02
+
+    def stop(row):
+        if row["step"] == 220:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(log, config, tmp_path, tell=stop)
+    done = train(log, config, tmp_path, resume=True)
+    assert done.rows == whole.rows
+    assert done.results == whole.results
+
+
 def test_a_query_is_words_without_a_history():
     log = click_log(1000, 400, 20_000, drift=0.0, words=40)
     done = train(log, changed(history=0, warmup=200, dim=32, subspaces=8, codewords=64, batch=256))

@@ -81,7 +81,12 @@ def add_gradients(parameters: Iterable[Tensor]) -> None:
     """Put the sum over ranks in the place of each gradient."""
     if alone():
         return
-    gradients = [part.grad for part in parameters if part.grad is not None]
+    with_gradient = [part for part in parameters if part.grad is not None]
+    for part in with_gradient:
+        if part.grad is not None and part.grad.is_sparse:
+            part.grad = _rows_of_all(part.grad)
+    gradients = [part.grad for part in with_gradient if part.grad is not None]
+    gradients = [gradient for gradient in gradients if not gradient.is_sparse]
     large = [gradient for gradient in gradients if gradient.numel() > BUNDLED]
     small = [gradient for gradient in gradients if gradient.numel() <= BUNDLED]
     # Small ones travel together: sending takes longer than what is sent.
@@ -241,6 +246,14 @@ def _exchange() -> Iterator[None]:
         raise ConnectionError(
             f"a rank was lost ({why}); run again with --resume to go on from the last checkpoint"
         ) from error
+
+
+def _rows_of_all(gradient: Tensor) -> Tensor:
+    """A sparse gradient with the rows of all ranks, each of which has its part of them."""
+    indices, values = gradient._indices()[0], gradient._values()
+    total = int(added(values.new_tensor(len(values))))
+    parts = gathered(indices, total)[None], gathered(values, total)
+    return torch.sparse_coo_tensor(*parts, gradient.shape)
 
 
 class _Gathered(torch.autograd.Function):

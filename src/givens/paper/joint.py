@@ -52,7 +52,9 @@ class Runs:
         self.path, self.device, self.tell = path, device, tell
         self.about = environment(device)
         self.rows: Rows = read(path) if path.exists() else []
-        # An index as fitted to the towers of a seed: all methods begin with the same.
+        # The towers of a seed and their digest, and an index as fitted to them: all methods begin
+        # with the same.
+        self.towers: dict[Path, tuple[dict[str, Tensor], str]] = {}
         self.starts: dict[Config, Quantizer | None] = {}
 
     def run(self, log: Log, config: Config, **labels: Any) -> dict[str, Any]:
@@ -61,7 +63,7 @@ class Runs:
         for row in self.rows:
             if all(row.get(name) == value for name, value in how.items()):
                 return row
-        towers = self.warmed(log, config)
+        towers, digest = self.warmed(log, config)
         alike = dataclasses.replace(config, method=Config.method)
         start = self.starts.get(alike)
         done = train(log, config, towers=towers, start=start, device=self.device)
@@ -73,7 +75,7 @@ class Runs:
             "method": config.method,
             "bytes": config.subspaces,
             "seed": config.seed,
-            "warm_up": _digest(towers),
+            "warm_up": digest,
             "steps": [row["step"] - config.warmup for row in joint],
             "distortion": [row["distortion"] for row in joint],
             "recall": [row["recall"] for row in joint],
@@ -89,8 +91,8 @@ class Runs:
         )
         return row
 
-    def warmed(self, log: Log, config: Config) -> dict[str, Tensor]:
-        """The towers of a seed, learned once and kept in a file until `forget`."""
+    def warmed(self, log: Log, config: Config) -> tuple[dict[str, Tensor], str]:
+        """The towers of a seed and their digest, learned once and kept in a file until `forget`."""
         first = dataclasses.replace(
             config, **{name: getattr(Config, name) for name in ("method", "start", "fixed_items")}
         )
@@ -100,11 +102,15 @@ class Runs:
         if not file.exists():
             checkpoint.save_parts(warm_up(log, first, device=self.device), file)
             self.tell(f"{log.name}, seed {config.seed}: warmed up")
-        return checkpoint.load_towers(file)
+        if file not in self.towers:
+            towers = checkpoint.load_towers(file)
+            self.towers[file] = towers, _digest(towers)
+        return self.towers[file]
 
     def forget(self) -> None:
         """Delete towers and starts, once all runs of theirs are done."""
         self.starts.clear()
+        self.towers.clear()
         for file in self.path.parent.glob("warm-up-????????????????.safetensors"):
             file.unlink()
 

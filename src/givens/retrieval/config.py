@@ -24,7 +24,8 @@ Loss = Literal["softmax", "hinge"]
 
 # A softmax over more items than this draws some of them.
 MOST_ITEMS, SHARED = 10_000, 4096
-# So many items take larger batches to be seen often enough.
+# So many items take larger batches to be seen often enough, and higher rates, since they are moved
+# only when they are seen.
 LARGE = 50_000
 
 
@@ -156,8 +157,8 @@ def suited(log: Log, *, small: bool = False, **options: Any) -> Config:
     elif log.catalogue > MOST_ITEMS:
         chosen["negatives"] = SHARED
         if log.catalogue > LARGE:
-            chosen |= {"batch": 8192, "warmup": 3000, "steps": 2000}
-            chosen |= {"lr": 3e-3, "joint_lr": 1e-3, "every": 500}
+            chosen |= {"batch": 4096, "warmup": 3000, "steps": 1000}
+            chosen |= {"lr": 2e-2, "joint_lr": 5e-3, "every": 500}
     chosen |= {name: value for name, value in options.items() if value is not None}
     return Config(**chosen)
 

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 LEAST_RATING, LEAST_CLICKS = 4, 10
 # Of each kind; a fifth of the users where there are few.
 HELD_OUT = 1000
-# Tastes of a user of the built-in log, how likely each is, and how far around it clicks fall.
-TASTES, SHARES, SPREAD = 3, (0.5, 0.3, 0.2), 0.005
+# Tastes of a user of the built-in log, and how likely each is.
+TASTES, SHARES = 3, (0.5, 0.3, 0.2)
+# How far around a taste clicks fall: as part of the ring, and no more than so many items.
+SPREAD, AROUND = 0.005, 50
 # Clicks that follow popularity alone.
 STRAY = 0.1
 # Over its time, the items of a drifting log change their neighbours so many times.
@@ -190,7 +192,7 @@ def click_log(
     times = (np.arange(clicks) - starts[user] + rng.random(clicks)) / counts[user]
     tastes = rng.random((users, TASTES))
     at = tastes[user, rng.choice(TASTES, clicks, p=SHARES)]
-    at += rng.laplace(0, SPREAD, clicks)
+    at += rng.laplace(0, min(SPREAD, AROUND / items), clicks)
     stray = rng.random(clicks) < STRAY
     at[stray] = rng.random(int(stray.sum()))
     clicked = _on_ring(at % 1, times, items, drift, rng)

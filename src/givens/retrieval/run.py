@@ -1,5 +1,6 @@
 """The parts of a training run and what is done with them: a step, a look, the index's start."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam, Optimizer, SparseAdam
 
 from givens import ranks
 from givens.baselines import optimizer_for
@@ -19,7 +20,7 @@ from givens.layer import IndexLayer
 from givens.quantizer import Quantizer
 from givens.retrieval import evaluate
 from givens.retrieval.batches import Asked, Examples
-from givens.retrieval.config import Config
+from givens.retrieval.config import LARGE, Config
 from givens.retrieval.data import Log
 from givens.retrieval.losses import hinge_loss, softmax_loss
 from givens.retrieval.towers import Towers
@@ -44,7 +45,10 @@ class Best:
 class Run:
     """The parts of a run and where it stands."""
 
-    def __init__(self, log: Log, config: Config, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, log: Log, config: Config, device: torch.device | str = "cpu", *, blank: bool = False
+    ) -> None:
+        """Make the parts; the towers `blank` where they are to be put in."""
         config.check(log)
         self.log, self.config, self.device = log, config, torch.device(device)
         self.examples = Examples(
@@ -56,14 +60,20 @@ class Run:
             device=self.device,
         )
         self.valid = self.examples.held(log.valid)
-        self.towers = Towers(
-            log.catalogue,
-            config.dim,
-            history=config.history,
-            pool=config.pool,
-            vocabulary=log.vocabulary,
-            seed=config.seed,
-        ).to(self.device)
+        with torch.device("meta") if blank else contextlib.nullcontext():
+            self.towers = Towers(
+                log.catalogue,
+                config.dim,
+                history=config.history,
+                pool=config.pool,
+                vocabulary=log.vocabulary,
+                # Where a step sees few of the items, it moves none but them.
+                sparse=log.catalogue > LARGE and config.negatives is not None,
+                seed=config.seed,
+            )
+        if blank:
+            self.towers.to_empty(device=self.device)
+        self.towers.to(self.device)
         sizes = (config.subspaces, config.codewords, config.coarse)
         self.layer = IndexLayer(config.dim, *sizes, metric="cosine", device=self.device)
         self.step = 0
@@ -108,22 +118,27 @@ class Run:
 
     def learners(self, *, joint: bool) -> list[Optimizer]:
         """Adam for towers and codebooks and, with the index, what learns R."""
-        c = self.config
-        self.towers.items.weight.requires_grad_(not (joint and c.fixed_items))
+        c, table = self.config, self.towers.items
+        table.weight.requires_grad_(not (joint and c.fixed_items))
         learned = [part for part in self.towers.parameters() if part.requires_grad]
         lr = c.joint_lr if self.step >= c.warmup else c.lr
+        rare = [part for part in learned if part is table.weight and table.sparse]
         if joint:
             learned += self.layer.index_parameters()
         gpu = self.device.type == "cuda"
-        optimizers: list[Optimizer] = [Adam(learned, lr, fused=gpu, capturable=gpu)]
+        often = [part for part in learned if all(part is not other for other in rare)]
+        optimizers: list[Optimizer] = [Adam(often, lr, fused=gpu, capturable=gpu)]
+        if rare:
+            optimizers.append(SparseAdam(rare, lr))
         if joint:
             optimizers.append(rotation_learner(self.layer, c))
+        recorded = gpu and not table.sparse and capturable(c, joint=joint)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["initial_lr"] = group["lr"]
-            if gpu:
+            if recorded:
                 # A recorded step reads it where it is.
                 group["lr"] = torch.tensor(group["lr"], device=self.device)
-        self.learn = Replay(self.update) if gpu and capturable(c, joint=joint) else self.update
+        self.learn = Replay(self.update) if recorded else self.update
         return optimizers
 
     def adopt(self, towers: dict[str, Tensor]) -> None:

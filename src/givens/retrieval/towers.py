@@ -25,6 +25,7 @@ class Towers(nn.Module):
         history: int = 100,
         pool: Pool = "attention",
         vocabulary: int = 0,
+        sparse: bool = False,
         seed: int = 0,
     ) -> None:
         """Make both towers.
@@ -36,6 +37,8 @@ class Towers(nn.Module):
             pool: "mean" weighs an item of the history by how recent it is, "attention" also by
                 what it is, in several ways at once.
             vocabulary: how many words there are; 0 for none.
+            sparse: whether the gradient of the items' table has the rows that were used, and no
+                others.
             seed: of the start.
         """
         super().__init__()
@@ -49,7 +52,7 @@ class Towers(nn.Module):
             self.pool = History(items, dim, history, pool) if history else None
             self.words = nn.EmbeddingBag(vocabulary, dim, mode="mean") if vocabulary else None
             self.mix = Mix(dim)
-            self.items = nn.Embedding(items, dim)
+            self.items = nn.Embedding(items, dim, sparse=sparse)
             nn.init.normal_(self.items.weight, std=dim**-0.5)
             if self.words is not None:
                 # As long as items: Adam moves all by the same, and long ones would turn slowly.

@@ -81,7 +81,7 @@ def train(
     # Before the work: a missing package.
     import givens.export.faiss  # noqa: F401
 
-    run = Run(log, config, device)
+    run = Run(log, config, device, blank=towers is not None)
     run.start = start
     if towers is not None:
         run.adopt(towers)
