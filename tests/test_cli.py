@@ -147,6 +147,8 @@ def bad(folder):
     (folder / "cut.safetensors").write_bytes(whole[:-100])
     np.save(folder / "narrow.npy", x[:, :5])
     np.save(folder / "few.npy", x[:5])
+    np.save(folder / "same.npy", np.ones((len(np.load(folder / "queries.npy")), 10), np.int32))
+    (folder / "cut.faiss").write_bytes(b"IxPT" + bytes(40))
     x[3, 2] = np.nan
     np.save(folder / "nan.npy", x)
     with contextlib.chdir(folder):
@@ -352,6 +354,11 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
         (["search", "good.faiss", "queries.npy", "--rerank", "narrow.npy"], "--rerank must be the"),
         (["search", "bad.faiss", "queries.npy"], "bad.faiss is not as bad.faiss.json says"),
         (["evaluate", "good.faiss", "queries.npy", "--groundtruth", "x.npy"], "--groundtruth must"),
+        (
+            ["evaluate", "good.faiss", "queries.npy", "--groundtruth", "same.npy"],
+            "--groundtruth must have each neighbour of a query once, but row 0 has one twice",
+        ),
+        (["inspect", "cut.faiss"], "cut.faiss is not a Faiss index, or not all of one: "),
         (["report", "none"], "there is no run in none, which is no folder; make one with `givens"),
         (["report", "."], "there is no run in ., which has no config.json; make one with"),
         (["report", ".", "-o", "r.pdf"], "r.pdf must end in .html"),

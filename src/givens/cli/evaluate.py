@@ -52,6 +52,13 @@ def evaluate(
             f"--groundtruth must be integers for {len(asked)} queries, but got {truth.dtype} "
             f"of shape {truth.shape}"
         )
+    ordered = np.sort(truth, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        raise ValueError(
+            f"--groundtruth must have each neighbour of a query once, but row "
+            f"{int(twice.any(1).argmax())} has one twice; are these ids?"
+        )
     ks = [k for k in KS if k <= min(truth.shape[1], stored.index.ntotal)]
     check_queries(stored.index, asked, ks[-1])
     lists = inverted(stored.index)

@@ -235,7 +235,9 @@ def load_index(path: str | Path, *, mapped: bool = False) -> Stored:
             index = faiss.read_index(str(path))
         return Stored(index, record)
     except RuntimeError as error:
-        raise ValueError(f"{path} is not a Faiss index: {_line(error)}") from error
+        # Faiss ends with what the system said last, of whatever it said it.
+        reason = re.sub(r"\s*\([^()]*\)$", "", _line(error))
+        raise ValueError(f"{path} is not a Faiss index, or not all of one: {reason}") from error
 
 
 def _holds_lists(index: Any, path: str | Path) -> bool:
