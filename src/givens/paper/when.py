@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from givens.paper.joint import SMOKE, Runs, distortion, of, p_value, recall
+from givens.paper.joint import SMOKE, Runs, distortion, of, p_value, paired_p_value, recall
 from givens.paper.rows import Rows, save_picture
 from givens.retrieval.config import Config, suited
 from givens.retrieval.data import Log, click_log
@@ -84,8 +84,9 @@ def claims(rows: Rows) -> list[str]:
         parts = []
         for name, value in (("distortion", distortion), ("recall@100", recall)):
             change = statistics.mean(_changes(rows, case, value))
-            p = p_value([value(row) for row in mine], [value(row) for row in base])
-            parts.append(f"{name} {change:+.2f} % (p = {p:.2g})")
+            values = [[value(row) for row in rows] for rows in (mine, base)]
+            p, paired = p_value(*values), paired_p_value(*values)
+            parts.append(f"{name} {change:+.2f} % (p = {p:.2g}, seed by seed {paired:.2g})")
         told.append(f"{_name(*case)}: {', '.join(parts)}")
     for fixed in (False, True):
         ends = {
