@@ -383,6 +383,17 @@ def test_nearest_codewords(N, D, K, w):
     torch.testing.assert_close(squared.T.double(), found, rtol=1e-4, atol=4e-6 * float(norm))
 
 
+def test_fit_by_recorded_turns_and_by_torch():
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    x = torch.randn(4000, 32, generator=generator, device="cuda")
+    x *= torch.linspace(2, 0.2, 32, device="cuda")
+    how = {"iterations": 6, "sample": None, "init": "identity"}
+    recorded = givens.fit(x, 8, 16, **how).distortion(x)
+    with givens.kernels.use("reference"):
+        plain = givens.fit(x, 8, 16, **how).distortion(x)
+    assert recorded == pytest.approx(plain, rel=0.02)
+
+
 def test_quantizing_is_the_nearest_codeword_and_what_follows():
     from givens.kernels.nearest import nearest, quantize
 

@@ -142,10 +142,15 @@ def turn_best_(
             turn_rows_(W, planes, theta, disjoint=True)
         return theta
 
-    # A greedy step asks for nothing but W and Z, which stay where they are.
-    again = Replay(lambda: once(step)) if W.is_cuda and method == "gcd-greedy" else None
+    again = None
+    if method == "gcd-greedy" and kernels.choose(W) == "triton":
+        # It waits for nothing, and asks for nothing but W and Z, which stay where they are.
+        again = Replay(lambda: once(step), W.device)
     for s in range(step, step + steps):
-        again() if again else once(s)
+        if again is None:
+            once(s)
+        else:
+            again()
         _tidy_(W, seed, s)
 
 

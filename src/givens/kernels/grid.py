@@ -1,5 +1,6 @@
 """What the Triton kernels share: a barrier across the grid, the hash, the random pairing."""
 
+import contextlib
 import functools
 import math
 from typing import Any
@@ -132,7 +133,13 @@ def launch(
     if device.type == "cuda":
         options["launch_cooperative_grid"] = together and math.prod(grid) > 1
         options["launch_pdl"] = early
-    kernel[grid](*arguments, **options, EARLY=early)
+    with on(device):
+        kernel[grid](*arguments, **options, EARLY=early)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a device the current one: Triton launches there, wherever its arguments are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def counters(device: torch.device, groups: int = 1) -> Tensor:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from givens.kernels.grid import on
+
 # The widest sub-vector: a program holds it whole.
 WIDEST = 256
 
@@ -100,7 +102,9 @@ def nearest(X: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
     """
     (grid, sizes, shape), codes = _launch(X, codebooks), _codes(X, codebooks)
     distances = torch.empty(codes.shape, device=X.device)
-    nearest_kernel[grid](X.contiguous(), codebooks.contiguous(), codes, distances, *sizes, **shape)
+    parts = (X.contiguous(), codebooks.contiguous(), codes, distances)
+    with on(X.device):
+        nearest_kernel[grid](*parts, *sizes, **shape)
     return codes, distances
 
 
@@ -115,10 +119,9 @@ def quantize(
     X = X.contiguous()
     places = torch.empty(codes.numel(), dtype=torch.int32, device=X.device)
     words, errors = torch.empty_like(X), torch.empty_like(X)
-    quantize_kernel[grid](
-        X, codebooks.contiguous(), codes, places, words, errors, usage, share, *sizes,
-        COUNTED=usage is not None, **shape,
-    )  # fmt: skip
+    parts = (X, codebooks.contiguous(), codes, places, words, errors, usage, share)
+    with on(X.device):
+        quantize_kernel[grid](*parts, *sizes, COUNTED=usage is not None, **shape)
     return codes, places, words, errors
 
 

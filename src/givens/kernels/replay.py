@@ -18,14 +18,18 @@ class Replay:
     The function gives one tensor and waits for nothing. Shapes must not change.
     """
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Tensor], device: torch.device) -> None:
+        self.function, self.device = function, device
         self.calls = 0
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream(device)
         self.recorded: Recorded | None = None
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:
         """What the function gives for the inputs."""
+        with torch.cuda.device(self.device):
+            return self._called(inputs)
+
+    def _called(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
         self.calls += 1
         if self.calls <= PLAIN:
             return self._plainly(inputs)

@@ -138,7 +138,7 @@ class Run:
             if recorded:
                 # A recorded step reads it where it is.
                 group["lr"] = torch.tensor(group["lr"], device=self.device)
-        self.learn = Replay(self.update) if recorded else self.update
+        self.learn = Replay(self.update, self.device) if recorded else self.update
         return optimizers
 
     def adopt(self, towers: dict[str, Tensor]) -> None:
