@@ -140,7 +140,7 @@ def turn_best_(
             theta = plane_angles(Z, planes)
             turn_rows_(Z.view(n, -1), planes, theta, disjoint=True)
             turn_rows_(W, planes, theta, disjoint=True)
-        return theta
+        return pairs
 
     again = None
     if method == "gcd-greedy" and kernels.choose(W) == "triton":
