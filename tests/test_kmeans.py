@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from givens.kmeans import kmeans, nearest, pass_over, updated
+from givens.kmeans import kmeans, nearest, pass_over, quantize, updated
 
 
 def clustered(N, D, w, seed=0):
@@ -183,3 +183,20 @@ def test_a_codeword_too_far_to_measure_leaves_the_others_alone():
     C = torch.randn(1, 6, 12, generator=torch.Generator().manual_seed(0))
     C[0, :2] = 1e20
     assert nearest(C[0, 2:].clone(), C)[:, 0].tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_quantizing_is_the_nearest_codeword_and_what_follows(backend):
+    N, D, K, w = 50, 3, 7, 4
+    Y, C, usage = torch.randn(N, D * w), torch.randn(D, K, w), torch.ones(D, K)
+    Y[5, 3] = torch.nan
+    with kernels.use(backend):
+        codes, at, words, errors = quantize(Y, C, usage, 0.5)
+        assert torch.equal(codes, nearest(Y, C))
+    assert torch.equal(at.view(N, D), codes.long() + K * torch.arange(D))
+    expected = C[torch.arange(D), codes.long()].flatten(1).where(Y.isfinite(), torch.nan)
+    assert torch.equal(words.nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(errors.nan_to_num(7), (Y - expected).nan_to_num(7))
+    assert int(words.isnan().sum()) == 1
+    counts = torch.nn.functional.one_hot(codes.long(), K).sum(0)
+    assert torch.equal(usage, 1 + 0.5 * counts)

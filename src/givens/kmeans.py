@@ -5,7 +5,7 @@ X (N, D, w) vectors cut into D sub-vectors of width w; C (D, K, w) the codewords
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -38,6 +38,19 @@ class Clusters:
         return self.errors.sum() / self.counts[0].sum()
 
 
+class Quantized(NamedTuple):
+    """What codebooks make of vectors (N, n)."""
+
+    codes: Tensor
+    """(N, D)."""
+    at: Tensor
+    """(N·D,), the codewords' rows in the table of all."""
+    words: Tensor
+    """The codewords, (N, n); NaN where a vector is not finite."""
+    errors: Tensor
+    """The vectors without them."""
+
+
 def nearest(
     Y: Float[Tensor, "N D w"] | Float[Tensor, "N n"], codebooks: Float[Tensor, "D K w"]
 ) -> Integer[Tensor, "N D"]:
@@ -45,6 +58,10 @@ def nearest(
 
     uint8 up to 256 codewords, int64 beyond. Takes float32, and anything else as float32.
     """
+    if torch.compiler.is_compiling():
+        # It cannot look into a kernel: one operation to it.
+        found: Tensor = _nearest_operation(Y, codebooks)
+        return found
     D, K, w = codebooks.shape
     if Y.shape[1:] not in {(D, w), (D * w,)}:
         raise ValueError(
@@ -59,6 +76,43 @@ def nearest(
     for rows in slices(len(Y), SLICE // (D * w)):
         codes[rows] = assign(Y[rows].float(), C)[0].to(dtype)
     return codes
+
+
+@torch.library.custom_op("givens::nearest", mutates_args=())
+def _nearest_operation(Y: Tensor, codebooks: Tensor) -> Tensor:
+    return nearest(Y, codebooks)
+
+
+@_nearest_operation.register_fake
+def _(Y: Tensor, codebooks: Tensor) -> Tensor:
+    dtype = torch.uint8 if codebooks.shape[1] <= 256 else torch.int64
+    return Y.new_empty(len(Y), len(codebooks), dtype=dtype)
+
+
+def quantize(
+    Y: Float[Tensor, "N n"],
+    codebooks: Float[Tensor, "D K w"],
+    usage: Float[Tensor, "D K"] | None = None,
+    share: float = 0.0,
+) -> Quantized:
+    """The nearest codewords and what follows from them; each adds its share to the usage, in place.
+
+    Takes float32.
+    """
+    if fused(Y, codebooks):
+        from givens.kernels import nearest as kernel
+
+        return Quantized(*kernel.quantize(Y, codebooks, usage, share))
+    D, K, _ = codebooks.shape
+    codes = nearest(Y, codebooks)
+    at = (codes + K * torch.arange(D, device=Y.device)).view(-1)
+    words = codebooks.flatten(0, 1).index_select(0, at).view_as(Y)
+    # It is words to the last bit, and NaN where a vector is not finite.
+    words = torch.add(words, Y, alpha=0)
+    if usage is not None:
+        one = Y.new_ones(()).expand(len(at))
+        usage.view(-1).index_add_(0, at, one, alpha=share)
+    return Quantized(codes, at, words, Y - words)
 
 
 def kmeans(
@@ -130,17 +184,17 @@ def fused(Y: Tensor, C: Tensor) -> bool:
     """Whether a GPU kernel finds the nearest codewords; torch.compile cannot look into it."""
     if torch.compiler.is_compiling() or len(Y) == 0 or kernels.choose(Y) != "triton":
         return False
-    from givens.kernels import nearest
+    from givens.kernels import nearest as kernel
 
-    return C.shape[-1] <= nearest.WIDEST
+    return C.shape[-1] <= kernel.WIDEST
 
 
 def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (N, D) and squared distances (N, D) of Y (N, n), float32: the one hot loop."""
     if fused(Y, C):
-        from givens.kernels import nearest
+        from givens.kernels import nearest as kernel
 
-        return nearest.nearest(Y, C)
+        return kernel.nearest(Y, C)
     if kernels.choose(Y) == "numba":
         from givens.kernels import lloyd
 

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from givens import ranks
 from givens.fixed import Init, Method, fit
-from givens.kmeans import fused, nearest
+from givens.kmeans import Quantized, nearest, quantize
 from givens.quantizer import Codes, Metric, Quantizer
 from givens.rotation import Rotation
 from givens.straight_through import StraightThrough
@@ -38,19 +38,6 @@ class Indexed(NamedTuple):
     """The mean squared L2 error, a scalar; 0 while the layer passes embeddings through."""
 
 
-class Quantized(NamedTuple):
-    """What the codebooks make of vectors (m, n)."""
-
-    codes: Tensor
-    """(m, D)."""
-    at: Tensor
-    """(m·D,), the codewords' rows in the table of all."""
-    words: Tensor
-    """The codewords, (m, n); NaN where a vector is not finite."""
-    errors: Tensor
-    """The vectors without them."""
-
-
 class IndexLayer(nn.Module):
     """Embeddings as the index will hold them, with gradients to the towers, R and the codebooks.
 
@@ -66,7 +53,6 @@ class IndexLayer(nn.Module):
     usage: Tensor
     sums: Tensor | None
     started: Tensor
-    offsets: Tensor
 
     def __init__(
         self,
@@ -109,8 +95,6 @@ class IndexLayer(nn.Module):
         self.register_buffer("usage", words.new_full(words.shape[:2], 1 / codewords))
         self.register_buffer("sums", torch.zeros_like(words) if update == "ema" else None)
         self.register_buffer("started", torch.zeros((), dtype=torch.uint8, device=device))
-        offsets = torch.arange(subspaces, device=device) * codewords
-        self.register_buffer("offsets", offsets, persistent=False)
         # `started` as Python knows it: reading the tensor would wait for the device.
         self._warm = False
 
@@ -292,7 +276,7 @@ class IndexLayer(nn.Module):
         if self.coarse is None:
             return None, Y
         if self.metric == "l2":
-            lists = _nearest(Y, self.coarse[None])[:, 0].long()
+            lists = nearest(Y, self.coarse[None])[:, 0].long()
         else:
             lists = (Y @ self.coarse.mT).argmax(1)
         return lists, Y - self.coarse[lists]
@@ -302,20 +286,7 @@ class IndexLayer(nn.Module):
         usage, share = None, (1 - self.decay) / max(len(residual), 1)
         if count and self.sums is None:
             usage = self.usage.mul_(self.decay)
-        if fused(residual, self.codebooks):
-            from givens.kernels.nearest import quantize
-
-            found = Quantized(*quantize(residual, self.codebooks.detach(), usage, share))
-        else:
-            codes = _nearest(residual, self.codebooks)
-            at = (codes + self.offsets).view(-1)
-            words = self.codebooks.flatten(0, 1).index_select(0, at).view_as(residual)
-            # It is words to the last bit, and NaN where a residual is not finite.
-            words = torch.add(words, residual, alpha=0)
-            found = Quantized(codes, at, words, residual - words)
-            if usage is not None:
-                one = residual.new_ones(()).expand(len(at))
-                usage.view(-1).index_add_(0, at, one, alpha=share)
+        found = quantize(residual, self.codebooks.detach(), usage, share)
         if count and self.sums is not None:
             self._average(self.sums, residual, found.at)
         return found
@@ -366,25 +337,6 @@ class IndexLayer(nn.Module):
             raise RuntimeError(
                 "the layer has no codebooks yet; call layer.warm_start(sample) first"
             )
-
-
-@torch.library.custom_op("givens::nearest", mutates_args=())
-def _nearest_operation(Y: Tensor, codebooks: Tensor) -> Tensor:
-    return nearest(Y, codebooks)
-
-
-@_nearest_operation.register_fake
-def _(Y: Tensor, codebooks: Tensor) -> Tensor:
-    dtype = torch.uint8 if codebooks.shape[1] <= 256 else torch.int64
-    return Y.new_empty(len(Y), len(codebooks), dtype=dtype)
-
-
-def _nearest(Y: Tensor, codebooks: Tensor) -> Tensor:
-    """`nearest`; for torch.compile, which cannot look into it, as one operation."""
-    if torch.compiler.is_compiling():
-        found: Tensor = _nearest_operation(Y, codebooks)
-        return found
-    return nearest(Y, codebooks)
 
 
 def _check(

@@ -26,6 +26,20 @@ def load_words(C, words, depth, codewords, width):
 
 
 @triton.jit
+def load_rows(X, count, subspaces, width, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """This program's subspace, rows and axes; where their numbers are, which are there, and these.
+
+    The numbers are (ROWS, DEPTH), a sub-vector in each row, with 0 where there are none.
+    """
+    d = tl.program_id(1)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH)
+    inside = (rows < count)[:, None] & (depth < width)[None, :]
+    at = rows[:, None] * (subspaces * width) + d * width + depth[None, :]
+    return d, rows, depth, at, inside, tl.load(X + at, mask=inside, other=0.0)
+
+
+@triton.jit
 def search(x, C, depth, codewords, width, ROWS: tl.constexpr, WORDS: tl.constexpr,
            DEPTH: tl.constexpr):  # fmt: skip
     """The codes of sub-vectors x (ROWS, DEPTH) in the codebook C, and their squared distances."""
@@ -56,12 +70,7 @@ def nearest_kernel(
     ROWS: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Codes, and squared distances."""
-    d = tl.program_id(1)
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    depth = tl.arange(0, DEPTH)
-    inside = (rows < count)[:, None] & (depth < width)[None, :]
-    at = rows[:, None] * (subspaces * width) + d * width + depth[None, :]
-    x = tl.load(X + at, mask=inside, other=0.0)
+    d, rows, depth, _, _, x = load_rows(X, count, subspaces, width, ROWS, DEPTH)
     C += d * codewords * width
     code, squared = search(x, C, depth, codewords, width, ROWS, WORDS, DEPTH)
     tl.store(codes + rows * subspaces + d, code.to(codes.dtype.element_ty), mask=rows < count)
@@ -74,12 +83,7 @@ def quantize_kernel(
     COUNTED: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Codes, and all that follows from them; every choice adds a share to the codeword's usage."""
-    d = tl.program_id(1)
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    depth = tl.arange(0, DEPTH)
-    inside = (rows < count)[:, None] & (depth < width)[None, :]
-    at = rows[:, None] * (subspaces * width) + d * width + depth[None, :]
-    x = tl.load(X + at, mask=inside, other=0.0)
+    d, rows, depth, at, inside, x = load_rows(X, count, subspaces, width, ROWS, DEPTH)
     code, _ = search(x, C + d * codewords * width, depth, codewords, width, ROWS, WORDS, DEPTH)
     place = d * codewords + code
     word = tl.load(C + place[:, None] * width + depth[None, :], mask=inside, other=0.0)
