@@ -75,8 +75,9 @@ def claims(rows: Rows) -> list[str]:
         told.append(f"{first} ends below {second}: {found}")
     config = rows[0]["config"]
     where = rows[0]["gpu"] or f"{rows[0]['threads']} CPU threads"
+    seeds = len({row["seed"] for row in rows})
     told.append(
-        f"{len({row['seed'] for row in rows})} seeds, {config['warmup']} + {config['steps']} steps "
+        f"{seeds} seed{'s' * (seeds > 1)}, {config['warmup']} + {config['steps']} steps "
         f"of {config['batch']}, lr {config['lr']:g}, angle {config['angle']:g}, {where}"
     )
     return told
