@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import givens
+from givens import vectors
 from givens.fixed import METHODS, Progress, eigen_allocation, fit
 from givens.sample import Sample
 
@@ -120,6 +121,26 @@ def test_coarse_centroids_leave_residuals(metric):
     assert coarse.coarse.shape == (20, n)
     assert coarse.distortion(X) < flat.distortion(X)
     assert len(coarse.encode(X).coarse.unique()) > 10
+
+
+def test_a_file_is_never_read_whole(monkeypatch):
+    class Reader(vectors.File):
+        def __init__(self, x):
+            self.x, self.shape, self.dtype, self.most = x, x.shape, x.dtype, 0
+
+        def __getitem__(self, rows):
+            part = self.x[rows]
+            self.most = max(self.most, len(part))
+            return part
+
+    monkeypatch.setattr("givens.sample.SLICE", 100 * 8)
+    x = np.random.default_rng(0).standard_normal((1000, 8)).astype(np.float32)
+    for init in ("identity", "eigen", "auto"):
+        file = Reader(x)
+        q = givens.fit(file, 2, 16, sample=None, grow=False, init=init, iterations=3)
+        assert file.most == 100
+        again = givens.fit(x, 2, 16, sample=None, grow=False, init=init, iterations=3)
+        assert q.distortion(x) == pytest.approx(again.distortion(x), rel=1e-5)
 
 
 def test_streaming_gives_what_memory_gives(tmp_path):

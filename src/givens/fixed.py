@@ -166,7 +166,7 @@ class Run:
         stages = self.stages(1 if isinstance(init, Quantizer) else 3)
         last = sum(passes for _, passes in stages)
         if resume is None:
-            at, W, C = self.begin(init, self.data.drawn(stages[0][0], self.seed), stages[0][1])
+            at, W, C = self.begin(init, self.part(stages[0][0]), stages[0][1])
             before = torch.inf
         else:
             at, before = resume.iteration, resume.distortion
@@ -177,11 +177,10 @@ class Run:
             begin, end = end, end + passes
             if at >= end:
                 continue
-            whole = size == len(self.data)
-            sample = self.data if whole else self.data.drawn(size, self.seed)
+            sample = self.part(size)
             while at < end:
                 error, turned, moved = self.alternate(sample, W, C, at)
-                enough = self.tolerance * (1 if whole else EARLY)
+                enough = self.tolerance * (1 if sample is self.data else EARLY)
                 pays = at == begin or error < before * (1 - enough)
                 at, before, W, C = at + 1 if pays else end, error, turned, moved
                 if callback:
@@ -189,6 +188,10 @@ class Run:
         if isinstance(init, str) and init == "auto" and self.method != "pq":
             return min((W, C), self.plain(), key=self.error)
         return W, C
+
+    def part(self, size: int) -> Sample:
+        """So many of the vectors, in memory; all of them stay where they are."""
+        return self.data if size == len(self.data) else self.data.drawn(size, self.seed)
 
     def stages(self, most: int) -> list[tuple[int, int]]:
         """(vectors, passes) of each size of the sample, the last one all of it."""
