@@ -81,12 +81,12 @@ def add_gradients(parameters: Iterable[Tensor]) -> None:
     """Put the sum over ranks in the place of each gradient."""
     if alone():
         return
-    with_gradient = [part for part in parameters if part.grad is not None]
-    for part in with_gradient:
+    gradients = []
+    for part in parameters:
         if part.grad is not None and part.grad.is_sparse:
             part.grad = _rows_of_all(part.grad)
-    gradients = [part.grad for part in with_gradient if part.grad is not None]
-    gradients = [gradient for gradient in gradients if not gradient.is_sparse]
+        elif part.grad is not None:
+            gradients.append(part.grad)
     large = [gradient for gradient in gradients if gradient.numel() > BUNDLED]
     small = [gradient for gradient in gradients if gradient.numel() <= BUNDLED]
     # Small ones travel together: sending takes longer than what is sent.
