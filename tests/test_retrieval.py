@@ -11,7 +11,7 @@ import torch
 import givens
 from givens.export.faiss import to_faiss
 from givens.retrieval import evaluate
-from givens.retrieval.batches import Examples
+from givens.retrieval.batches import Asked, Examples
 from givens.retrieval.config import Config, suited
 from givens.retrieval.data import Log, click_log, split
 from givens.retrieval.losses import hinge_loss, softmax_loss
@@ -341,6 +341,22 @@ def test_a_log_too_small_for_the_index():
     ):
         with pytest.raises(ValueError, match=message):
             click_log(*arguments)
+
+
+def test_gradients_are_the_same_each_time():
+    """By several threads too: otherwise a resumed run would go on elsewhere."""
+    towers = Towers(300, 16, history=50, pool="attention", seed=0)
+    history = torch.randint(300, (2000, 50))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    found = []
+    for _ in range(8):
+        towers.zero_grad()
+        towers.user(Asked(history)).square().mul(torch.arange(16)).sum().backward()
+        found.append([part.grad for part in towers.pool.parameters()])
+    torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_an_index_that_ranks_otherwise_is_refused():

@@ -100,7 +100,9 @@ class History(nn.Module):
         ids = torch.where(here, history, other)
         score = self.recency[:, : history.shape[1]].expand(len(ids), -1, -1)
         if self.queries is not None:
-            score = score + (E @ self.queries)[ids].mT * math.sqrt(E.shape[1])
+            # Not by an index: its gradient is added up by several threads in whatever order.
+            sought = functional.embedding(ids, E @ self.queries)
+            score = score + sought.mT * math.sqrt(E.shape[1])
         weight = score.masked_fill(~here[:, None], -torch.inf).softmax(2)
         # A row without any history is a softmax over nothing.
         weight = weight.masked_fill(~here[:, None], 0.0)
