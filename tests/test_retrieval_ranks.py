@@ -228,6 +228,7 @@ def torchrun(world, *arguments, restarts=0):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -255,14 +256,25 @@ OPTIONS = ["--warmup", 40, "--steps", 200, "--every", 10, "--dim", 16, "--subspa
 OPTIONS += ["--codewords", 16, "--batch", 64]
 
 
-def kill(process, rank, folder):
-    """Kill a rank of a run once it has a checkpoint with the index."""
+def wait(process, folder):
+    """Wait until a run has a checkpoint with the index."""
     file = folder / "checkpoint.safetensors"
     while process.poll() is None:
         if file.exists() and files.read_header(file).metadata["step"] >= 60:
             break
         time.sleep(0.01)
+
+
+def kill(process, rank, folder):
+    """Kill a rank of a run that has a checkpoint."""
+    wait(process, folder)
     os.kill(the_rank(process, rank), signal.SIGKILL)
+
+
+def the_line(errors):
+    """The one line that the ranks of a run say as they end."""
+    (line,) = (line for line in errors.splitlines() if line.startswith("givens: "))
+    return line
 
 
 def check_whole(folder):
@@ -280,9 +292,11 @@ def test_a_rank_that_dies_stops_all_and_more_go_on(tmp_path):
     kill(process, 0, folder)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    # Torchrun says which, and the other rank what to do, unless it is stopped before.
+    # Torchrun says which; the other rank sees it or is stopped, and says what to do.
     assert "Signal 9 (SIGKILL)" in errors
-    assert errors.count("givens: ") == errors.count("givens: a rank was lost (") <= 1
+    line = the_line(errors)
+    assert line.startswith(("givens: a rank was lost (", "givens: interrupted; "))
+    assert "--resume to go on" in line
     assert 60 <= files.read_header(folder / "checkpoint.safetensors").metadata["step"] < 240
     assert not (folder / "results.json").exists()
 
@@ -292,6 +306,18 @@ def test_a_rank_that_dies_stops_all_and_more_go_on(tmp_path):
     check_whole(folder)
     assert out.count("clicks of 200 users") == out.count("Written in ") == 1
     assert json.loads((folder / "config.json").read_text())["configuration"]["ranks"] == 2
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_that_are_stopped_say_so_once(tmp_path, how):
+    folder, data = tmp_path / "run", clicks(tmp_path / "clicks.txt")
+    process = torchrun(4, *OPTIONS, "--data", data, "-o", folder)
+    wait(process, folder)
+    # As a terminal does, which stops torchrun and its ranks.
+    os.killpg(process.pid, how)
+    _, errors = process.communicate(timeout=60)
+    assert the_line(errors).startswith("givens: interrupted; ")
+    assert "--resume to go on" in the_line(errors)
 
 
 def test_ranks_start_again_by_themselves(tmp_path):
@@ -317,7 +343,7 @@ def test_bad_input_is_told_once(tmp_path, options, message):
     process = torchrun(2, "-o", tmp_path / "run", "--data", data, *small, *options)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.count("givens: ") == errors.count(f"givens: {message}") == 1
+    assert the_line(errors) == f"givens: {message}"
     assert out == ""
     assert not (tmp_path / "run").exists()
 

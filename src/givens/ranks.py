@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -182,17 +183,19 @@ def leave() -> None:
     os._exit(0)
 
 
-@contextlib.contextmanager
-def telling_once() -> Iterator[None]:
-    """Let one rank tell of an error that several have; the others end without a word."""
+def is_told(what: str) -> bool:
+    """Whether another rank has told of an error that several have; else this one is to."""
+    if not distributed.is_torchelastic_launched():
+        return False
+    # Once a rank has failed, torchrun stops the others, which are ending themselves.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        yield
-    except (ValueError, OSError, ImportError, MemoryError) as error:
-        # Each sees in another way that a rank was lost.
-        what = "lost" if isinstance(error, ConnectionError) else f"{error}"
-        if distributed.is_torchelastic_launched() and _is_told(what):
-            os._exit(1)
-        raise
+        # By the store that torchrun keeps for all of them.
+        store, _, _ = _store(datetime.timedelta(seconds=5))
+        return int(store.add(f"told: {what}", 1)) > 1
+    except RuntimeError:
+        # The store is gone with its machine.
+        return False
 
 
 def _own_gpu(device: torch.device) -> torch.device:
@@ -211,16 +214,6 @@ def _own_gpu(device: torch.device) -> torch.device:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device
-
-
-def _is_told(what: str) -> bool:
-    """Whether another rank has said so, by the store that torchrun keeps for all of them."""
-    try:
-        store, _, _ = _store(datetime.timedelta(seconds=5))
-        return int(store.add(f"told: {what}", 1)) > 1
-    except RuntimeError:
-        # The store is gone with its machine.
-        return False
 
 
 def _store(timeout: datetime.timedelta) -> tuple[Any, int, int]:

@@ -1,11 +1,13 @@
 """The command line: one file for each subcommand."""
 
+import os
 import signal
 import sys
 
 import typer
 
 import givens
+from givens import ranks
 from givens.cli.build import build
 from givens.cli.demo import demo
 from givens.cli.evaluate import evaluate
@@ -26,6 +28,9 @@ app = typer.Typer(
 for command in (fit, build, search, evaluate, train, report, inspect, demo):
     app.command()(command)
 app.add_typer(paper)
+
+# Why ranks end when one is lost: each sees it in another way, or is stopped by torchrun.
+LOST = "lost"
 
 # Commands that keep their state.
 RESUMED = {"fit", "train"}
@@ -61,19 +66,25 @@ def main() -> None:
         again = "run the same command again"
         if RESUMED & {*sys.argv[1:2]}:
             again += ", with --resume to go on from where its state was last saved"
-        _fail(f"interrupted; nothing is left half-written, {again}", 128 + error.args[0])
+        _fail(f"interrupted; nothing is left half-written, {again}", 128 + error.args[0], LOST)
     except OSError as error:
         # "q.safetensors: No space left on device", without the number.
         where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}")
+        what = LOST if isinstance(error, ConnectionError) else ""
+        _fail(f"{where}{error.strerror or error}", what=what)
     except (ValueError, ImportError, MemoryError) as error:
         _fail(str(error) or "not enough memory")
 
 
 def _interrupt(number: int, frame: object) -> None:
+    # Once: a terminal's is sent to ranks again by torchrun.
+    signal.signal(number, signal.SIG_IGN)
     raise Interrupted(number)
 
 
-def _fail(message: str, code: int = 1) -> None:
+def _fail(message: str, code: int = 1, what: str = "") -> None:
+    """End with a line; of ranks that end for one reason, one has the word."""
+    if ranks.is_told(what or message):
+        os._exit(code)
     typer.echo(f"givens: {' '.join(message.split())}", err=True)
     sys.exit(code)

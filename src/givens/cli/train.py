@@ -67,34 +67,33 @@ def train(
 
     Example: torchrun --nproc-per-node 8 -m givens train -o run --data ml-1m --device cuda
     """
-    with ranks.telling_once():
-        _train(
-            output,
-            data,
-            resume=resume,
-            device=device,
-            method=method,
-            start=start,
-            exact=exact,
-            dim=dim,
-            subspaces=subspaces,
-            codewords=codewords,
-            coarse=coarse,
-            warmup=warmup,
-            steps=steps,
-            batch=batch,
-            history=history,
-            pool=pool,
-            loss=loss,
-            negatives=negatives,
-            lr=lr,
-            joint_lr=joint_lr,
-            angle=angle,
-            weight=weight,
-            every=every,
-            seed=seed,
-        )
-        ranks.leave()
+    _train(
+        output,
+        data,
+        resume=resume,
+        device=device,
+        method=method,
+        start=start,
+        exact=exact,
+        dim=dim,
+        subspaces=subspaces,
+        codewords=codewords,
+        coarse=coarse,
+        warmup=warmup,
+        steps=steps,
+        batch=batch,
+        history=history,
+        pool=pool,
+        loss=loss,
+        negatives=negatives,
+        lr=lr,
+        joint_lr=joint_lr,
+        angle=angle,
+        weight=weight,
+        every=every,
+        seed=seed,
+    )
+    ranks.leave()
 
 
 def _train(output: Path, data: Path | None, *, resume: bool, device: str, **options: Any) -> None:
