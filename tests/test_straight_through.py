@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 import givens
-from givens.straight_through import StraightThrough
+from givens.straight_through import StraightThrough, normalised
 
 m, n, D, K, L = 9, 12, 3, 5, 4
 
@@ -22,10 +23,10 @@ def parts(coarse):
     return found, at, torch.randint(L, (m,)) if coarse else None
 
 
-def plain(found, at, lists):
+def plain(found, at, lists, unit=False):
     """The definition, left to autograd: T(X) = φ(XR)Rᵀ and (1/m)‖XR − q‖²."""
     x, R = found["x"], found["W"].mT
-    y = x @ R
+    y = (functional.normalize(x) if unit else x) @ R
     q = found["codebooks"].flatten(0, 1)[at].view(m, n)
     if lists is not None:
         q = q + found["coarse"][lists]
@@ -33,20 +34,23 @@ def plain(found, at, lists):
     return phi @ R.mT, (y - q).square().sum() / m
 
 
-def ours(found, at, lists):
-    x, W = found["x"], found["W"]
+def ours(found, at, lists, unit=False):
+    v, W = found["x"], found["W"]
+    x, length = normalised(v.detach()) if unit else (None, None)
     R = W.detach().mT.contiguous()
     coarse = found.get("coarse")
-    residual = x.detach() @ R - (0 if coarse is None else coarse.detach()[lists])
+    residual = (v.detach() if x is None else x) @ R
+    if lists is not None:
+        residual = residual - coarse.detach()[lists]
     # NaN where a residual is not finite, as the layer has them.
     words = found["codebooks"].detach().flatten(0, 1)[at].view(m, n) + 0 * residual
-    error = residual - words
-    return StraightThrough.apply(x, W, found["codebooks"], coarse, R, at, words, error, lists)
+    rest = (x, length, R, at, words, residual - words, lists)
+    return StraightThrough.apply(v, W, found["codebooks"], coarse, *rest)
 
 
-def gradients(function, found, at, lists, weights):
+def gradients(function, found, at, lists, weights, unit=False):
     leaves = {name: part.clone().requires_grad_() for name, part in found.items()}
-    T, distortion = function(leaves, at, lists)
+    T, distortion = function(leaves, at, lists, unit)
     target = torch.linspace(-1, 1, m * n, dtype=T.dtype).view(m, n)
     loss = weights[0] * (T - target).square().sum() + weights[1] * distortion
     return T, distortion, dict(zip(leaves, torch.autograd.grad(loss, leaves.values()), strict=True))
@@ -54,14 +58,21 @@ def gradients(function, found, at, lists, weights):
 
 @pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize("weights", [(1, 0), (0, 1), (0.3, 2)])
-def test_it_is_the_definition(weights, coarse):
+@pytest.mark.parametrize("unit", [False, True])
+def test_it_is_the_definition(weights, coarse, unit):
     state = parts(coarse)
-    T, distortion, mine = gradients(ours, *state, weights)
-    wanted_T, wanted_distortion, wanted = gradients(plain, *state, weights)
+    T, distortion, mine = gradients(ours, *state, weights, unit)
+    wanted_T, wanted_distortion, wanted = gradients(plain, *state, weights, unit)
     torch.testing.assert_close(T, wanted_T)
     torch.testing.assert_close(distortion, wanted_distortion)
     # A float32 rotation is one to 1e-7.
     torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_unit_vectors_are_those_of_torch():
+    v = torch.randn(50, 7) * torch.logspace(-20, 18, 50)[:, None]
+    v[3] = 0
+    assert torch.equal(normalised(v)[0], functional.normalize(v))
 
 
 @pytest.mark.parametrize("name", ["x", "W", "codebooks", "coarse"])

@@ -17,7 +17,7 @@ from givens.fixed import Init, Method, fit
 from givens.kmeans import Quantized, nearest, quantize
 from givens.quantizer import Codes, Metric, Quantizer
 from givens.rotation import Rotation
-from givens.straight_through import StraightThrough
+from givens.straight_through import StraightThrough, full_precision, normalised
 
 Update = Literal["gradient", "ema"]
 
@@ -101,18 +101,19 @@ class IndexLayer(nn.Module):
     def forward(self, x: Float[Tensor, "m n"]) -> Indexed:
         """T(x), its codes and the distortion."""
         self._check_vectors("x", x)
-        with torch.autocast(x.device.type, enabled=False):
-            x = self._entered(x)
+        with full_precision(x.device):
+            v = x.float()
             if not self._warm:
-                return self._passed(x)
+                return self._passed(self._entered(v))
             W = self.rotation.weight
             with torch.no_grad():
+                unit, length = normalised(v) if self.metric == "cosine" else (None, None)
                 # Laid out as in a Quantizer, so that both round alike.
                 R = W.mT.contiguous()
-                lists, residual = self._listed(x @ R)
+                lists, residual = self._listed((v if unit is None else unit) @ R)
                 found = self._quantized(residual, count=self.training)
-            parts = (W, self.codebooks, self.coarse, R, *found[1:], lists)
-            embedding, distortion = StraightThrough.apply(x, *parts)  # type: ignore[no-untyped-call]
+            parts = (W, self.codebooks, self.coarse, unit, length, R, *found[1:], lists)
+            embedding, distortion = StraightThrough.apply(v, *parts)  # type: ignore[no-untyped-call]
             return Indexed(embedding, Codes(found.codes, lists), distortion)
 
     @torch.no_grad()
@@ -147,7 +148,7 @@ class IndexLayer(nn.Module):
         self._check_finite("sample", sample)
         how: Any = {"method": method, "metric": self.metric, "init": init, "seed": seed}
         how |= {"iterations": iterations, "sample": None, "device": self.codebooks.device}
-        with torch.autocast(self.codebooks.device.type, enabled=False):
+        with full_precision(self.codebooks.device):
             first = ranks.is_first()
             self.start_from(fit(sample.detach().float(), D, K, L, **how) if first else None)
 
@@ -227,8 +228,8 @@ class IndexLayer(nn.Module):
         self._check_warm()
         if len(sample) == 0:
             raise ValueError("sample must have at least one vector, but got 0")
-        with torch.autocast(sample.device.type, enabled=False):
-            Y = self._entered(sample) @ self.rotation.matrix.contiguous()
+        with full_precision(sample.device):
+            Y = self._entered(sample.float()) @ self.rotation.matrix.contiguous()
             _, residual = self._listed(Y)
             found = self._quantized(residual, count=False)
         D, K, w = self.codebooks.shape
@@ -259,9 +260,8 @@ class IndexLayer(nn.Module):
             f"update={self.update!r}{state}"
         )
 
-    def _entered(self, x: Tensor) -> Tensor:
-        x = x.float()
-        return nn.functional.normalize(x) if self.metric == "cosine" else x
+    def _entered(self, v: Tensor) -> Tensor:
+        return normalised(v)[0] if self.metric == "cosine" else v
 
     def _passed(self, x: Tensor) -> Indexed:
         """Pass x on, with gradients of 0, for which DistributedDataParallel waits."""
