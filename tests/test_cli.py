@@ -421,7 +421,7 @@ def test_interrupted_it_leaves_the_old_files(folder, how):
     while b"big.npy" not in _maps(process.pid):
         time.sleep(0.01)
     process.send_signal(how)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=240)
     assert process.returncode == 128 + how
     told = "givens: interrupted; nothing is left half-written, run the same command again\n"
     assert error == told

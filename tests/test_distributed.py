@@ -65,5 +65,5 @@ def test_ranks_agree_to_the_last_bit(world, tmp_path):
         for rank in range(world)
     ]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
+        _, errors = rank.communicate(timeout=240)
         assert rank.returncode == 0, errors

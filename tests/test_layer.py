@@ -371,7 +371,7 @@ def in_a_process(script, *arguments):
 
 def finish(*processes):
     for process in processes:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
 
 

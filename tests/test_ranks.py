@@ -87,7 +87,7 @@ def test_three_ranks_exchange_what_one_has(tmp_path):
         for rank in range(3)
     ]
     for process in processes:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
 
 

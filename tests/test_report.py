@@ -462,7 +462,7 @@ def browse(tmp_path, text, *flags):
     done = subprocess.run(
         [chromium(), *FLAGS, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
          file.as_uri()],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     shown = re.search(r"<body>(.*?)</body>", done.stdout, re.DOTALL)
     assert shown, done.stderr

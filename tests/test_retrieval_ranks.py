@@ -290,7 +290,7 @@ def test_a_rank_that_dies_stops_all_and_more_go_on(tmp_path):
     folder, data = tmp_path / "run", clicks(tmp_path / "clicks.txt")
     process = torchrun(2, *OPTIONS, "--data", data, "-o", folder)
     kill(process, 0, folder)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 1
     # Torchrun says which; the other rank sees it or is stopped, and says what to do.
     assert "Signal 9 (SIGKILL)" in errors
@@ -301,7 +301,7 @@ def test_a_rank_that_dies_stops_all_and_more_go_on(tmp_path):
     assert not (folder / "results.json").exists()
 
     process = torchrun(4, *OPTIONS, "--data", data, "-o", folder, "--resume")
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     check_whole(folder)
     assert out.count("clicks of 200 users") == out.count("Written in ") == 1
@@ -315,7 +315,7 @@ def test_ranks_that_are_stopped_say_so_once(tmp_path, how):
     wait(process, folder)
     # As a terminal does, which stops torchrun and its ranks.
     os.killpg(process.pid, how)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert the_line(errors).startswith("givens: interrupted; ")
     assert "--resume to go on" in the_line(errors)
 
@@ -324,7 +324,7 @@ def test_ranks_start_again_by_themselves(tmp_path):
     folder, data = tmp_path / "run", clicks(tmp_path / "clicks.txt")
     process = torchrun(2, *OPTIONS, "--data", data, "-o", folder, "--resume", restarts=1)
     kill(process, 1, folder)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     assert "failed (exitcode: -9) local_rank: 1" in errors
     check_whole(folder)
@@ -341,7 +341,7 @@ def test_bad_input_is_told_once(tmp_path, options, message):
     data = clicks(tmp_path / "clicks.txt")
     small = ["--dim", 16, "--subspaces", 4, "--codewords", 16, "--warmup", 5, "--steps", 0]
     process = torchrun(2, "-o", tmp_path / "run", "--data", data, *small, *options)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=240)
     assert process.returncode == 1
     assert the_line(errors) == f"givens: {message}"
     assert out == ""
@@ -467,6 +467,6 @@ def test_on_a_gpu(tmp_path):
     options = ["--warmup", 40, "--steps", 40, "--dim", 16, "--subspaces", 4, "--codewords", 16]
     options += ["--data", clicks(tmp_path / "clicks.txt"), "-o", tmp_path / "run"]
     process = torchrun(1, *options, "--device", "cuda")
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     assert json.loads((tmp_path / "run" / "results.json").read_text())["agreement"] < 1e-5

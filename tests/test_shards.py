@@ -239,19 +239,19 @@ def test_until_a_new_manifest_the_old_index_answers(folder, monkeypatch):
 
 
 def test_a_killed_worker_changes_nothing(folder, cluster):
-    killed = []
+    killed, built = [], threading.Event()
 
     def kill():
-        deadline = time.monotonic() + 30
-        while not killed and time.monotonic() < deadline:
+        while not killed and not built.is_set():
             if len(list(folder.glob("two.faiss.parts/*.lists"))) >= 1:
                 for pid in encoding_workers()[:1]:
                     os.kill(pid, signal.SIGKILL)
                     killed.append(pid)
 
-    killer = threading.Thread(target=kill)
+    killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     invoke("build", "q.safetensors", "x", "-o", "two.faiss", "--engine", "ray")
+    built.set()
     killer.join()
     assert killed
     assert same("two.faiss")
