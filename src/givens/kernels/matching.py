@@ -7,7 +7,7 @@ an eighth or less, makes new lists; once few enough are left they are finished i
 greedy exactly, since an item's best free partner is on its list or the item waits.
 
 The items are axes and their values |A_ij|; or, for the steepest pairing, what the prices of belief
-propagation leave of A_ij²; or pairs, and what exchanging two of them gains.
+propagation (`beliefs`) leave of A_ij²; or pairs, and what exchanging two of them gains.
 """
 
 import functools
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from givens.kernels.beliefs import believe_kernel, weight
 from givens.kernels.grid import (
     arrive,
     barrier,
@@ -27,6 +28,7 @@ from givens.kernels.grid import (
     programs_at_once,
     unhashed,
 )
+from givens.kernels.magnitudes import magnitudes_kernel
 
 NOTHING = tl.constexpr(-(2**63))
 TAKEN = tl.constexpr(-2)
@@ -63,15 +65,6 @@ def partner_of(key, i, count):
     code = unhashed((key & 0xFFFFFFFF).to(tl.uint32))
     low = code // (0 * code + count)
     return (low + (code - low * count)).to(tl.int32) - i
-
-
-@triton.jit
-def weight(S, unit, i, j, n, valid):
-    """A_ij² in units of the largest |A|, so that squares neither vanish nor overflow."""
-    # With n odd, an axis n of no weight takes the one that rests.
-    valid = valid & (i < n) & (j < n)
-    s = tl.load(S + i.to(tl.int64) * n + j, mask=valid, other=0.0) * unit
-    return s * s
 
 
 @triton.jit
@@ -330,128 +323,6 @@ def match_kernel(
             else:
                 write_pairs(s, partner, pair, worth, n, VALUE, BLOCK)
             tl.debug_barrier()
-
-
-@triton.jit
-def bid(w, rows, columns, real, old, new, old_bidder, new_bidder, count, u, inside):
-    """Each row's best and second best offer at the prices asked now, and who makes the best.
-
-    prices (2, count): the first and the second price of everyone. Before the first round nobody
-    asks for anything, and what is offered counts half.
-    """
-    asking = inside & (u > 0)
-    price = tl.load(old + columns, mask=asking, other=0.0, cache_modifier=".cg")
-    second = tl.load(old + count + columns, mask=asking, other=0.0, cache_modifier=".cg")
-    bidder = tl.load(old_bidder + columns, mask=asking, other=-1, cache_modifier=".cg")
-    asked = tl.where(bidder[None, :] == rows[:, None], second[None, :], price[None, :])
-    valid = inside[None, :] & (rows[:, None] != columns[None, :])
-    offers = tl.where(valid, w - asked, float("-inf"))
-    best, who = tl.max(offers, axis=1, return_indices=True)
-    offers = tl.where(who[:, None] == columns[None, :], float("-inf"), offers)
-    half = tl.where(u > 0, 1.0, 0.5)
-    tl.store(new + rows, best * half, mask=real)
-    tl.store(new + count + rows, tl.max(offers, axis=1) * half, mask=real)
-    tl.store(new_bidder + rows, who, mask=real)
-
-
-@triton.jit
-def believe_kernel(
-    S, units, prices, bidders, peaks, waiting, batch, n, count, members,
-    BELIEFS: tl.constexpr, HELD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Max-product belief propagation with O(n) state, twice: as it was and as it will be.
-
-    Each axis asks for the best offer it has from anybody else: one price of all but its best
-    bidder, and its second best of him. With HELD every program keeps its rows in registers.
-    """
-    follow(EARLY)
-    group = tl.program_id(0) // members
-    groups = tl.num_programs(0) // members
-    member = tl.program_id(0) % members
-    waiting += group
-    columns = tl.arange(0, BLOCK)
-    inside = columns < count
-    for b in range(group, batch, groups):
-        s = S + (b * n).to(tl.int64) * n
-        peak = peaks + b * count
-        for start in range(member * ROWS, count, members * ROWS):
-            rows = start + tl.arange(0, ROWS)
-            valid = (
-                (rows < n)[:, None] & (columns < n)[None, :] & (rows[:, None] != columns[None, :])
-            )
-            at = s + rows[:, None].to(tl.int64) * n + columns[None, :]
-            largest = tl.max(tl.load(at, mask=valid, other=0.0), axis=1)
-            tl.store(peak + rows, largest, mask=rows < count)
-        barrier(waiting, members)
-        top = tl.max(tl.load(peak + columns, mask=inside, other=0.0, cache_modifier=".cg"), axis=0)
-        unit = 1.0 / tl.maximum(top, 1.2e-38)
-        if member == 0:
-            tl.store(units + b, unit)
-        if HELD:
-            mine = member * ROWS + tl.arange(0, ROWS)
-            real = mine < count
-            w = weight(s, unit, mine[:, None], columns[None, :], n, real[:, None] & inside[None, :])
-        for u in range(0, BELIEFS + 1):
-            # The last round ends in the first half.
-            half = (BELIEFS - u) % 2
-            new = prices + b * 4 * count + half * 2 * count
-            old = prices + b * 4 * count + (1 - half) * 2 * count
-            new_bidder = bidders + b * 2 * count + half * count
-            old_bidder = bidders + b * 2 * count + (1 - half) * count
-            if HELD:
-                bid(w, mine, columns, real, old, new, old_bidder, new_bidder, count, u, inside)
-            else:
-                for start in range(member * ROWS, count, members * ROWS):
-                    rows = start + tl.arange(0, ROWS)
-                    held = rows < count
-                    valid = held[:, None] & inside[None, :]
-                    v = weight(s, unit, rows[:, None], columns[None, :], n, valid)
-                    bid(v, rows, columns, held, old, new, old_bidder, new_bidder, count, u, inside)
-            barrier(waiting, members)
-
-
-@triton.jit
-def magnitudes_kernel(H, W, S, n, SIDE: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr):
-    """S ← |H Wᵀ − W Hᵀ|, two mirrored tiles to a program, products in TF32.
-
-    NaN becomes 0, so that matching ends; the derivatives of the chosen planes will find it.
-    """
-    follow(EARLY)
-    r = tl.program_id(0)
-    c = tl.program_id(1)
-    if r <= c:
-        base = tl.program_id(2).to(tl.int64) * n * n
-        rows = r * SIDE + tl.arange(0, SIDE)
-        columns = c * SIDE + tl.arange(0, SIDE)
-        depth = tl.arange(0, DEPTH)
-        at_rows = base + rows[:, None].to(tl.int64) * n + depth[None, :]
-        at_columns = base + columns[:, None].to(tl.int64) * n + depth[None, :]
-        plus = tl.zeros((SIDE, SIDE), tl.float32)
-        minus = tl.zeros((SIDE, SIDE), tl.float32)
-        for start in range(0, n, DEPTH):
-            deep = (start + depth < n)[None, :]
-            here = (rows < n)[:, None] & deep
-            there = (columns < n)[:, None] & deep
-            h_here = tl.load(H + at_rows + start, mask=here, other=0.0)
-            w_there = tl.load(W + at_columns + start, mask=there, other=0.0)
-            plus = tl.dot(h_here, tl.trans(w_there), plus, input_precision="tf32")
-            w_here = tl.load(W + at_rows + start, mask=here, other=0.0)
-            h_there = tl.load(H + at_columns + start, mask=there, other=0.0)
-            minus = tl.dot(w_here, tl.trans(h_there), minus, input_precision="tf32")
-        a = tl.abs(plus - minus)
-        a = tl.where(a == a, a, 0.0)
-        at = base + rows[:, None].to(tl.int64) * n + columns[None, :]
-        mirrored = base + columns[:, None].to(tl.int64) * n + rows[None, :]
-        if r < c:
-            tl.store(S + at, a, mask=(rows < n)[:, None] & (columns < n)[None, :])
-            tl.store(S + mirrored, tl.trans(a), mask=(columns < n)[:, None] & (rows < n)[None, :])
-        else:
-            # On the diagonal the two halves may differ in the last bit; the upper one is kept.
-            upper = rows[:, None] < columns[None, :]
-            valid = (rows < n)[:, None] & (columns < n)[None, :]
-            tl.store(S + at, a, mask=valid & upper)
-            tl.store(S + mirrored, tl.trans(a), mask=tl.trans(valid & upper))
 
 
 class Matcher:
