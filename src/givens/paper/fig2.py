@@ -17,7 +17,7 @@ from torch import Tensor
 from givens import vectors
 from givens.fixed import fit
 from givens.moments import Learned
-from givens.paper.rows import Rows, environment, read, save_picture, write
+from givens.paper.rows import Rows, environment, number, plain_ticks, read, save_picture, write
 
 SUBSPACES, CODEWORDS = 4, 256
 RATE, STEPS = 1e-4, 5
@@ -102,7 +102,7 @@ class Runs:
         self.rows.append(row)
         write(self.path, self.rows)
         rated = f" λ = {how['rate']:g}" if how["rate"] else ""
-        self.tell(f"{method}{rated}, {100 * fraction:g} % of the data: {row['final']:.5g}")
+        self.tell(f"{method}{rated}, {100 * fraction:g} % of the data: {number(row['final'])}")
         return row
 
     def tuned(self, method: str) -> float:
@@ -153,6 +153,7 @@ def plot_a(pyplot: Any, rows: Rows, path: Path) -> list[str]:
         low = min(min(row["distortion"]) for row in whole)
         top = 1.1 * max(row["distortion"][0] for row in whole)
         panel.set(xlabel="iteration", title=title, yscale="log", ylim=(0.98 * low, top))
+        plain_ticks(panel.yaxis)
         panel.grid(alpha=0.3, which="both")
     if exact:
         axes[1].plot(exact["distortion"], "k-", lw=1, label=NAMES["exact"])
@@ -180,7 +181,7 @@ def claims_a(
 
         like = max(final["gcd-greedy"], final["gcd-steepest"]) < 1.01 * opq
         told += [
-            f"{name}, final distortion against OPQ's {opq:.4g}: "
+            f"{name}, final distortion against OPQ's {number(opq)}: "
             + ", ".join(over(method) for method in METHODS[1:]),
             f"{_yes(like)} GCD-G and GCD-S end within 1 % of OPQ or below it ({name})",
             f"{_yes(final['cayley'] > final['gcd-greedy'])} Cayley is behind GCD-G ({name})",
@@ -208,11 +209,12 @@ def plot_bc(pyplot: Any, rows: Rows, path: Path) -> list[str]:
         on_all = [row["final_on_all"] for row in rows if row["fraction"] == fraction]
         width = statistics.stdev(on_all) if len(on_all) > 1 else 0.0
         told.append(
-            f"{NAMES[method]} on {100 * fraction:g} %: {mean[-1]:.5g} ± {np.ravel(spread)[-1]:.2g} "
-            f"on what it saw, {statistics.mean(on_all):.5g} ± {width:.2g} on all vectors "
+            f"{NAMES[method]} on {100 * fraction:g} %: {number(mean[-1], np.ravel(spread)[-1])} "
+            f"on what it saw, {number(statistics.mean(on_all), width)} on all vectors "
             f"({len(on_all)} runs)"
         )
     axes.set(xlabel="iteration", ylabel="distortion", yscale="log", title=NAMES[method])
+    plain_ticks(axes.yaxis)
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False)
     told += claims_bc(rows, path)
@@ -237,21 +239,19 @@ def claims_bc(rows: Rows, path: Path) -> list[str]:
         less = statistics.stdev(gcd) < statistics.stdev(opq)
         told.append(
             f"{_yes(less)} GCD-G varies less between runs on {100 * fraction:g} % "
-            f"(± {statistics.stdev(gcd):.2g} against ± {statistics.stdev(opq):.2g})"
+            f"({number(statistics.mean(gcd), statistics.stdev(gcd))} against "
+            f"{number(statistics.mean(opq), statistics.stdev(opq))} on all vectors)"
         )
         if fraction == min(FRACTIONS):
             lower = statistics.mean(gcd) < statistics.mean(opq)
-            told.append(
-                f"{_yes(lower)} GCD-G does better on {100 * fraction:g} % of the data "
-                f"({statistics.mean(gcd):.5g} against {statistics.mean(opq):.5g} on all vectors)"
-            )
+            told.append(f"{_yes(lower)} GCD-G does better on {100 * fraction:g} % of the data")
     return told
 
 
 def _finish(pyplot: Any, figure: Any, lines: list[str], rows: Rows, path: Path) -> None:
     about = rows[0]
     where = about["gpu"] or f"{about['threads']} CPU threads"
-    lines = [*lines, f"{about['vectors']} vectors, {SUBSPACES} × {CODEWORDS}, {where}"]
+    lines = [*lines, f"{about['vectors']:,} vectors, {SUBSPACES} × {CODEWORDS}, {where}"]
     save_picture(pyplot, figure, lines, path)
 
 

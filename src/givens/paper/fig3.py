@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from givens.paper.joint import METHODS, NAMES, Runs, distortion, of, verdict
-from givens.paper.rows import Rows, save_picture
+from givens.paper.rows import Rows, plain_ticks, save_picture
 from givens.retrieval.config import Config
 from givens.retrieval.data import Log
 
 CURVES = tuple(method for method in METHODS if method != "post-hoc")
+# In percent, close to 0 and far from it.
+TICKS = (-50, -20, -10, -5, 0, 5, 10, 20, 50, 100, 200, 500)
 
 
 def run(runs: Runs, log: Log, configs: list[Config], methods: tuple[str, ...] = CURVES) -> Rows:
@@ -28,26 +30,33 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     """The distortion of each method, and how far it is from the baseline's of the same seed."""
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.4))
     base = {row["seed"]: row["distortion"] for row in of(rows, method="frozen")}
-    for method in dict.fromkeys(row["method"] for row in rows):
+    for number, method in enumerate(CURVES):
         mine = of(rows, method=method)
+        if not mine:
+            continue
         away = [
             [100 * (d / b - 1) for d, b in zip(row["distortion"], base[row["seed"]], strict=True)]
             for row in mine
         ]
-        style = {"frozen": "k--"}.get(method, "-" if method.startswith("gcd") else ":")
+        style = "-" if method.startswith("gcd") else "--" if method == "frozen" else ":"
+        color = "k" if method == "frozen" else f"C{number}"
         for axes, curves in zip(panels, ([row["distortion"] for row in mine], away), strict=True):
             looks = list(zip(*curves, strict=True))
             mean = [statistics.mean(values) for values in looks]
-            (line,) = axes.plot(mine[0]["steps"], mean, style, label=NAMES[method])
+            axes.plot(mine[0]["steps"], mean, style, color=color, label=NAMES[method])
             low, high = ([f(values) for values in looks] for f in (min, max))
-            axes.fill_between(mine[0]["steps"], low, high, alpha=0.1, color=line.get_color())
+            axes.fill_between(mine[0]["steps"], low, high, alpha=0.1, color=color)
     about = rows[0]
     title = f"{about['name']}, n = {about['config']['dim']}, {about['bytes']} bytes"
     panels[0].set(xlabel="joint step", ylabel="distortion of unit vectors", title=title)
     panels[0].set_yscale("log")
+    plain_ticks(panels[0].yaxis)
     panels[1].set(xlabel="joint step", ylabel="%", title="against the baseline of the same seed")
     # One method far off must not flatten the others.
     panels[1].set_yscale("symlog", linthresh=10)
+    shown = panels[1].get_ylim()
+    panels[1].set_yticks(TICKS, [f"{tick:+}" if tick else "0" for tick in TICKS])
+    panels[1].set_ylim(shown)
     for axes in panels:
         axes.grid(alpha=0.3)
     panels[0].legend(frameon=False, fontsize=8)

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import platform
 import subprocess
 from pathlib import Path
@@ -46,6 +47,25 @@ def read(path: Path) -> Rows:
     except ValueError:
         pass
     raise ValueError(f"{path} holds no rows: a list of JSON objects is wanted")
+
+
+def plain_ticks(axis: Any) -> None:
+    """Ticks of a logarithmic axis, its limits set, as plain numbers such as 50,000."""
+    from matplotlib import ticker
+
+    low, high = axis.get_view_interval()
+    steps = range(1, 10) if high < 6 * low else (1, 2, 5)
+    axis.set_major_locator(ticker.LogLocator(subs=steps))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def number(value: float, spread: float | None = None) -> str:
+    """A number to five digits, "43,348" or "0.12346"; "43,348 ± 99" with its spread."""
+    digits = max(0, 4 - math.floor(math.log10(abs(value) or 1)))
+    if spread is None:
+        return f"{value:,.{digits}f}"
+    return f"{value:,.{digits}f} ± {spread:,.{digits}f}"
 
 
 def save_picture(pyplot: Any, figure: Any, lines: list[str], path: Path) -> None:
