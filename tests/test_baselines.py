@@ -1,3 +1,4 @@
+import copy
 from typing import get_args
 
 import oracles
@@ -79,6 +80,16 @@ def test_penalty_adds_its_gradient():
     (expected,) = torch.autograd.grad(weight * (W @ W.T - torch.eye(4)).square().sum(), W)
     givens.baselines.Penalty([W], 1e-3, weight=weight).step()
     torch.testing.assert_close(W.grad, expected)
+
+
+def test_a_copy_keeps_the_penalty():
+    W = torch.nn.Parameter(torch.randn(4, 4))
+    again = copy.deepcopy(givens.baselines.Penalty([W], 1e-3, weight=0.3))
+    (V,) = again.param_groups[0]["params"]
+    V.grad = torch.zeros_like(V)
+    expected = 4 * 0.3 * (V @ V.mT @ V - V).detach()
+    again.step()
+    torch.testing.assert_close(V.grad, expected)
 
 
 def test_unknown_method(unchecked):

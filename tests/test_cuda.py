@@ -41,7 +41,7 @@ def chosen(fused, W):
     """The planes of the last step, without the axis that rested."""
     from givens.kernels.turning import Turner
 
-    return fused._workspaces[W, Turner].pairs[:, : W.shape[-1] // 2].long()
+    return fused._workspaces[Turner, W, W.device, W.shape].pairs[:, : W.shape[-1] // 2].long()
 
 
 @pytest.mark.parametrize("stack", [0, 3])

@@ -41,6 +41,28 @@ def test_every_method_gives_a_rotation_and_is_not_above_plain_pq(method):
     assert (q.distortion(X) < 0.9 * plain.distortion(X)) == (method != "pq")
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**40])
+def test_data_of_any_scale_are_fitted_alike(method, scale):
+    X = data(500)
+    p, q = quick(X, method=method), quick(scale * X, method=method)
+    assert torch.equal(p.rotation, q.rotation)
+    assert torch.equal(scale * p.codebooks, q.codebooks)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_default_of_torch_matters(method):
+    X = data(500)
+    q = quick(X, method=method, coarse=3, metric="cosine")
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert same(q, quick(X, method=method, coarse=3, metric="cosine"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        assert same(q, quick(X, method=method, coarse=3, metric="cosine"))
+
+
 def test_where_nothing_can_be_gained_plain_pq_is_what_comes_back():
     # One clear direction for each axis: any rotation can only mix them.
     X = torch.randint(0, 2, (1000, 4), generator=torch.Generator().manual_seed(0)) * 100.0

@@ -403,9 +403,67 @@ def test_overflowing_derivative_is_an_error():
     W = parameter(4, dtype=torch.float32)
     before = W.detach().clone()
     W.grad = torch.full((4, 4), 3e38) * torch.tensor([1.0, -1, 1, -1])
-    with pytest.raises(ValueError, match="overflows"):
+    with pytest.raises(ValueError, match="overflow; it was not turned"):
         givens.GCD([W], pairing="random").step()
     assert torch.equal(W.detach(), before)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e12, 1e25])
+@pytest.mark.parametrize("adapt", ["adam", "adagrad"])
+@pytest.mark.parametrize("pairing", ["random", "greedy"])
+def test_angles_do_not_know_the_scale_of_the_loss(backend, pairing, adapt, scale):
+    """Squares of float32 derivatives would overflow, or vanish."""
+    found = []
+    for factor in (1.0, scale):
+        W = parameter(8, dtype=torch.float32)
+        turn = givens.GCD([W], pairing=pairing, adapt=adapt)
+        for step in range(5):
+            G = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+            W.grad = G.double().mul(factor).float()
+            turn.step()
+        found.append(W.detach())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_a_gradient_with_a_graph_of_its_own(backend, pairing):
+    W = parameter(6)
+    turn = givens.GCD([W], pairing=pairing)
+    for _ in range(2):
+        turn.zero_grad()
+        # As `backward(create_graph=True)` leaves it.
+        (W.grad,) = torch.autograd.grad(W.pow(3).sum(), W, create_graph=True)
+        turn.step()
+    assert not any(isinstance(v, torch.Tensor) and v.requires_grad for v in turn.state[W].values())
+    assert givens.orthogonality_error(W) < 1e-12
+
+
+def test_no_default_of_torch_matters(backend):
+    """Whatever new tensors are by default: float64, or on a device that holds nothing."""
+    found = []
+    for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
+        W = parameter(8, dtype=torch.float32)
+        W.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                for pairing in PAIRINGS:
+                    givens.GCD([W], pairing=pairing).step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(W.detach())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_matrix_that_is_exchanged_for_another():
+    W = parameter(6)
+    turn = givens.GCD([W], adapt=None)
+    for n in (6, 9, 4):
+        W.data = givens.random_rotation(n).double()
+        W.grad = torch.ones(n, n, dtype=torch.float64).triu()
+        turn.step()
+        assert givens.orthogonality_error(W) < 1e-6
 
 
 def test_zero_gradient_turns_nothing(backend):

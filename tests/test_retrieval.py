@@ -69,7 +69,32 @@ def baskets(folder):
         (folder / f"{name}.txt").write_text("".join(lines))
 
 
+def rated(folder):
+    lines = [f"A{u},B{i},{r}.0,{t}\n" for u, i, r, t in rows()]
+    (folder / "ratings_Books.csv").write_text("".join(lines))
+
+
+def rated_numbers(folder):
+    """As MovieLens 100K is, after a byte-order mark and a blank line."""
+    lines = [f"{u}\t{i}\t{r}\t{t}\n" for u, i, r, t in rows()]
+    (folder / "u.txt").write_text("\ufeff\n" + "".join(lines), encoding="utf-8")
+
+
+def large(folder):
+    """Ids that are neighbours as whole numbers, and one as floating-point numbers."""
+    far = 1_700_000_000_000_000_000
+    lines = [f"{far + u} {far + i} {t}\n" for u, i, r, t in rows() if r >= 4]
+    (folder / "clicks.txt").write_text("".join(lines))
+
+
+def titled(folder):
+    """Names of several words, in columns by tabs, under a quoted header."""
+    lines = [f"user {u}\tthe {i}\t{t}\n" for u, i, r, t in rows() if r >= 4]
+    (folder / "clicks.tsv").write_text('"user"\t"item"\t"timestamp"\n' + "".join(lines))
+
+
 LAYOUTS = [movielens, movielens_csv, amazon, plain, named, ordered, baskets]
+LAYOUTS += [rated, rated_numbers, large, titled]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
@@ -268,6 +293,11 @@ def bad_files(folder):
     (folder / "header.csv").write_text("person,movieId,rating\n1,2,5\n")
     (folder / "words.dat").write_text("1::2::five::3\n")
     (folder / "ragged.dat").write_text("1::2::5::3\n1::2\n")
+    (folder / "gap.csv").write_text("userId,movieId,rating,timestamp\n1,2,,3\n1,3,,4\n" * 2)
+    (folder / "nobody.csv").write_text("user,item\na,b\n,c\n")
+    (folder / "five.csv").write_text("1,2,3,4,5\n" * 9)
+    (folder / "latin.csv").write_bytes("user,item\nZoë,1\n".encode("latin-1"))
+    (folder / "huge.txt").write_text("1 2 3\n1 100000000000000000000 3 5 6\n")
     (folder / "lines.json").write_text('{"reviewerID": "A"}\n')
     (folder / "text.json").write_text("hello\n")
     (folder / "log.parquet").write_text("")
@@ -288,8 +318,13 @@ def bad_files(folder):
         ("few.txt", "few.txt has no valid users: none has 10 items in 5 rows"),
         ("low.dat", "none has 10 items rated 4 or more"),
         ("header.csv", r"has no column of the users \(user, userid.*but person, movieid, rating"),
-        ("words.dat", "must hold numbers alone"),
+        ("words.dat", "must have 4 numbers in every row"),
         ("ragged.dat", "must have 4 numbers in every row"),
+        ("gap.csv", "must have numbers as ratings"),
+        ("nobody.csv", "has a row without user"),
+        ("five.csv", "but has 5 columns"),
+        ("latin.csv", "must be text in UTF-8"),
+        ("huge.txt", "must hold whole numbers alone, but not line 2"),
         ("lines.json", "has no 'asin' in line 1"),
         ("text.json", "is not of JSON lines: line 1"),
         ("log.parquet", "is of no known layout"),

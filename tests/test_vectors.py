@@ -115,6 +115,16 @@ def ragged(path):
     pq.write_table(pa.table({"v": pa.array([[1.0, 2.0], [3.0, 4.0, 5.0], [6.0]])}), path)
 
 
+def with_a_null(path):
+    with pq.ParquetWriter(path, pa.schema({"v": pa.list_(pa.int64())})) as writer:
+        for rows in ([[1, 2]], [[3, None]]):
+            writer.write_table(pa.table({"v": pa.array(rows, pa.list_(pa.int64()))}))
+
+
+def without_rows(path):
+    pq.write_table(pa.table({"v": pa.array([], pa.list_(pa.float32()))}), path)
+
+
 CSV = "1.0,2.0\n3.0,4.0\n" * 20
 
 
@@ -138,6 +148,8 @@ CSV = "1.0,2.0\n3.0,4.0\n" * 20
         ("x.hdf5", hdf5, "no table"),
         ("x.parquet", text(CSV), "not a parquet file"),
         ("x.parquet", ragged, "lists of one length"),
+        ("x.parquet", with_a_null, "nulls among the numbers"),
+        ("x.parquet", without_rows, "is empty"),
         ("x.safetensors", text(CSV), "not a safetensors file"),
         ("x.safetensors", cut(WRITERS["x.safetensors"], 300), "not a safetensors file"),
     ],
@@ -146,9 +158,27 @@ def test_wrong_files_are_one_line(tmp_path, name, write, message):
     path = tmp_path / name
     write(path)
     with pytest.raises(ValueError, match=message) as caught:
-        vectors.read(path)
+        vectors.read(path)[:]
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_parquet_file_may_begin_with_an_empty_group(tmp_path):
+    path = tmp_path / "x.parquet"
+    with pq.ParquetWriter(path, pa.schema({"v": pa.list_(pa.float32())})) as writer:
+        for rows in ([], [[1, 2], [3, 4]], [], [[5, 6]]):
+            writer.write_table(pa.table({"v": pa.array(rows, pa.list_(pa.float32()))}))
+    assert vectors.read(path)[:].tolist() == [[1, 2], [3, 4], [5, 6]]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("rows", [slice(1, 9, 3), slice(5, 2), slice(-3, None), [4, 1, 4]])
+def test_rows_are_taken_as_from_an_array(tmp_path, name, rows):
+    WRITERS[name](tmp_path / name)
+    read = vectors.read(tmp_path / name, "train")
+    whole = read[:]
+    assert np.array_equal(read[rows], whole[rows])
+    assert np.array_equal(vectors.Range(read, 2, 9)[rows], whole[2:9][rows])
 
 
 def test_a_missing_file(tmp_path):

@@ -109,7 +109,8 @@ class Penalty(Adam):
         self, params: Iterable[Any], lr: float = 1e-3, *, weight: float = 1.0, **options: Any
     ) -> None:
         super().__init__(params, lr, **options)
-        self.weight = weight
+        for group in self.param_groups:
+            group.setdefault("weight", weight)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -118,7 +119,7 @@ class Penalty(Adam):
         for group in self.param_groups:
             for W in group["params"]:
                 if W.grad is not None:
-                    W.grad += 4 * self.weight * (W @ W.mT @ W - W)
+                    W.grad += 4 * group["weight"] * (W @ W.mT @ W - W)
         super().step()
         return loss
 

@@ -123,7 +123,7 @@ def fit(
         device: where to work; where x is, unless given.
     """
     _check(x, subspaces, codewords, coarse, sample)
-    _check_choices(method, metric, rate, steps, iterations)
+    _check_choices(method, metric, rate, steps, iterations, seed)
     _check_init(init, subspaces, codewords, x.shape[1])
     device = torch.device(device or (x.device if isinstance(x, Tensor) else "cpu"))
     data = Sample(x, device)
@@ -218,7 +218,7 @@ class Run:
         elif init == "eigen":
             W = eigen_allocation(sample, self.subspaces)
         else:
-            W = torch.eye(n, device=device)
+            W = torch.eye(n, dtype=torch.float32, device=device)
         if init != "auto" or self.method == "pq":
             return 0, W, self.codebooks(sample, W)
         tried = []
@@ -242,7 +242,8 @@ class Run:
         """Assign, measure, and move C and W: the distortion before, and both after."""
         rotates = self.method != "pq"
         # PQ leaves R as it is, which is the identity unless another one was given.
-        turned_before = rotates or not torch.equal(W, torch.eye(len(W), device=W.device))
+        eye = torch.eye(len(W), dtype=W.dtype, device=W.device)
+        turned_before = rotates or not torch.equal(W, eye)
         parts = (part @ W.mT if turned_before else part for part in sample.chunks())
         clusters = pass_over(parts, C, whole=rotates)
         turned = self.turned(clusters, W, at, len(sample)) if rotates else W
@@ -255,6 +256,8 @@ class Run:
     def turned(self, clusters: Clusters, W: Tensor, at: int, N: int) -> Tensor:
         """W after the turns of one iteration."""
         W, Z = W.clone(), moments.roots(clusters)
+        if self.rate is None:
+            Z = moments.scaled(Z)
         if self.exact:
             steps = self.steps or min(len(W), max(EXACT_STEPS // len(W), 8))
             moments.turn_best_(W, Z, self.method, steps=steps, seed=self.seed, step=at * steps)
@@ -364,7 +367,12 @@ def _check(x: Any, subspaces: int, codewords: int, coarse: int, sample: int | No
 
 
 def _check_choices(
-    method: str, metric: str, rate: float | None, steps: int | None, iterations: int | None
+    method: str,
+    metric: str,
+    rate: float | None,
+    steps: int | None,
+    iterations: int | None,
+    seed: int,
 ) -> None:
     for name, value, known in (("method", method, METHODS), ("metric", metric, get_args(Metric))):
         if value not in known:
@@ -378,6 +386,8 @@ def _check_choices(
     for name, number in (("steps", steps), ("iterations", iterations)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, but got {name}={number}")
+    if not 0 <= seed < 1 << 62:
+        raise ValueError(f"seed must be in 0..2⁶²−1, but got seed={seed}")
 
 
 def _check_init(init: Any, subspaces: int, codewords: int, n: int) -> None:

@@ -165,7 +165,7 @@ def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clu
         if kernels.choose(Y) == "numba":
             from givens.kernels import lloyd
 
-            added = torch.zeros(sums.shape)
+            added = torch.zeros_like(sums, dtype=torch.float32)
             arrays = (Y, codes, distances, added, counts, errors)
             lloyd.add_up(*(array.numpy() for array in arrays))
             sums += added
@@ -206,7 +206,7 @@ def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     C = C - mean
     squares = C.square().sum(-1)[:, None]
     codes = torch.empty(len(Y), D, dtype=torch.int64, device=Y.device)
-    distances = torch.empty(len(Y), D, device=Y.device)
+    distances = torch.empty(len(Y), D, dtype=Y.dtype, device=Y.device)
     for rows in slices(len(Y), _buffer(Y) // (D * K)):
         X = cut(Y[rows], D) - mean
         least, index = torch.baddbmm(squares, X, C.mT, alpha=-2).min(-1)
@@ -227,8 +227,9 @@ def updated(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
     size, error = counts.gather(1, worst), errors.gather(1, worst)
     split = ((counts.gather(1, empty) == 0) & (size > 1) & (error > 0))[..., None]
     typical = (error / size.clamp_min(1) / C.shape[-1]).sqrt()[..., None].to(C.dtype)
-    generator = torch.Generator().manual_seed(seed)
-    shift = (torch.randint(0, 2, C.shape, generator=generator) - 0.5).to(C) * typical * split
+    generator = torch.Generator("cpu").manual_seed(seed)
+    sides = torch.randint(0, 2, C.shape, generator=generator, device="cpu")
+    shift = (sides - 0.5).to(C) * typical * split
     worst, empty = (index[..., None].expand_as(C) for index in (worst, empty))
     donors = C.gather(1, worst)
     C = C.scatter(1, worst, donors - shift)
@@ -245,8 +246,8 @@ def started(X: Any, K: int, start: Start | Tensor, seed: int, device: torch.devi
     if start not in get_args(Start):
         known = ", ".join(map(repr, get_args(Start)))
         raise ValueError(f"start must be one of {known} or codebooks, but got {start!r}")
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randperm(N, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.randperm(N, generator=generator, device="cpu")
     if start == "sampled":
         return rows_of(X, drawn[:K], device).transpose(0, 1).contiguous()
     return _far_apart(rows_of(X, drawn[: SEEDS * K], device).transpose(0, 1), K, generator)
@@ -255,10 +256,10 @@ def started(X: Any, K: int, start: Start | Tensor, seed: int, device: torch.devi
 def _far_apart(X: Tensor, K: int, generator: torch.Generator) -> Tensor:
     """k-means++: each codeword a vector drawn with odds of its squared distance from the others."""
     D, N, w = X.shape
-    C = torch.empty(D, K, w, device=X.device)
-    distance = torch.full((D, N), torch.inf, device=X.device)
+    C = X.new_empty(D, K, w)
+    distance = X.new_full((D, N), torch.inf)
     odds = torch.ones_like(distance)
-    draws = torch.rand(K, D, 1, generator=generator).to(X.device)
+    draws = torch.rand(K, D, 1, generator=generator, dtype=X.dtype, device="cpu").to(X.device)
     for k in range(K):
         upto = odds.cumsum(1, dtype=torch.float64)
         drawn = torch.searchsorted(upto, draws[k] * upto[:, -1:], right=True).clamp_max(N - 1)

@@ -86,10 +86,11 @@ class IndexLayer(nn.Module):
         self.metric: Metric = metric
         self.update: Update = update
         self.decay = decay
-        self.rotation = Rotation(dim, device=device)
-        words = torch.zeros(subspaces, codewords, dim // subspaces, device=device)
+        self.rotation = Rotation(dim, device=device, dtype=torch.float32)
+        shape = (subspaces, codewords, dim // subspaces)
+        words = torch.zeros(shape, dtype=torch.float32, device=device)
         self.codebooks = nn.Parameter(words, requires_grad=update == "gradient")
-        centroids = nn.Parameter(torch.zeros(coarse, dim, device=device)) if coarse else None
+        centroids = nn.Parameter(words.new_zeros(coarse, dim)) if coarse else None
         self.register_parameter("coarse", centroids)
         # How often each codeword is chosen: a moving average that adds up to 1 in every subspace.
         self.register_buffer("usage", words.new_full(words.shape[:2], 1 / codewords))

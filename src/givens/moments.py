@@ -54,10 +54,19 @@ def roots(clusters: Clusters) -> Float[Tensor, "n D K"]:
         # M_d has rank n at most: n numbers an axis do for K. What is added to all of them alike, so
         # that they have a Cholesky factor, is the same for every rotation.
         M = scaled.mT @ scaled
-        least = M.diagonal(dim1=1, dim2=2).mean() * 1e-10 + 1e-30
+        least = M.diagonal(dim1=1, dim2=2).mean() * 1e-10 + torch.finfo(M.dtype).tiny
         M.diagonal(dim1=1, dim2=2).add_(least)
         scaled = torch.linalg.cholesky_ex(M).L.mT
     return scaled.permute(2, 0, 1).float().contiguous()
+
+
+def scaled(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n D K"]:
+    """Z by the power of two that brings it to 1, for what is the same at any scale of the data.
+
+    Gains are of fourth order in Z, and would overflow early.
+    """
+    _, exponent = torch.frexp(Z.abs().amax())
+    return torch.ldexp(Z, -exponent)
 
 
 def cross_products(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
@@ -213,7 +222,8 @@ def _farthest(turned: Callable[[float], Tensor], T: Tensor, tau: float) -> tuple
             if not trace > best:
                 break
             best, Q, tau = trace, further, tau * factor
-    return (Q, tau) if best > float(T.trace()) else (torch.eye(len(T)).to(T), tau)
+    eye = torch.eye(len(T), dtype=T.dtype, device=T.device)
+    return (Q, tau) if best > float(T.trace()) else (eye, tau)
 
 
 def turn_procrustes_(W: Float[Tensor, "n n"], T: Float[Tensor, "n n"]) -> None:

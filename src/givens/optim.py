@@ -137,8 +137,10 @@ class GCD(Optimizer):
         for group in self.param_groups:
             for W in group["params"]:
                 if W.grad is not None:
-                    G = W.grad if loss_scale is None else W.grad / loss_scale
-                    work.append((W, G, group, stream))
+                    # It has a history of its own after `backward(create_graph=True)`.
+                    G = W.grad.detach() if W.grad.requires_grad else W.grad
+                    _check_layout(W, G)
+                    work.append((W, G if loss_scale is None else G / loss_scale, group, stream))
                 stream += 1 if W.ndim == 2 else len(W)
         if len(work) > 1:
             for W, G, _, _ in work:
@@ -185,12 +187,11 @@ def step_(
     """One step on one matrix or stack, in torch: the oracle of the compiled versions."""
     check_gradient(W, G)
     W, G = as_stack(W), as_stack(G)
+    if not G.isfinite().all() or (found_inf is not None and found_inf):
+        state["skipped"] += 1
+        return
     state["step"] += 1
     t = int(state["step"])
-    good = G.isfinite().all()
-    if found_inf is not None:
-        good &= found_inf == 0
-    G = torch.where(good, G, 0)
 
     # The momentum H is a running mean of G whose rows turn with those of W. So H Wᵀ − W Hᵀ is the
     # running mean of all A so far, each carried along with the frame as QᵀAQ, at no extra product.
@@ -198,7 +199,7 @@ def step_(
     H = G
     if beta1:
         H = as_stack(state["momentum"])
-        H.lerp_(G, (1 - beta1) * good.to(G.dtype))
+        H.lerp_(G, 1 - beta1)
 
     pairs = choose_pairs(W, H, group, t, stream)
     factor = angle_factor(group, t)
@@ -206,9 +207,9 @@ def step_(
         decay, gain = scale_memory(group)
         squares = plane_derivatives(W, G, pairs).double().square().sum(dim=-1)
         scale = (decay * state["scale"].double() ** 2 + gain * squares / _planes(W)).sqrt()
-        state["scale"].copy_(torch.where(good, scale, state["scale"]))
+        state["scale"].copy_(scale)
         factor = torch.where(state["scale"] > 0, factor / state["scale"], 0)[:, None]
-    theta = factor * plane_derivatives(W, H, pairs) * good
+    theta = factor * plane_derivatives(W, H, pairs)
 
     disjoint = not group["pairing"].startswith("overlapping")
     turn_rows_(W, pairs, theta, disjoint=disjoint)
@@ -305,21 +306,20 @@ def as_stack(M: Tensor) -> Tensor:
     return M if M.ndim == 3 else M[None]
 
 
-def check_gradient(W: Tensor, G: Tensor) -> None:
-    """Refuse, on a CPU, a gradient that would damage W; a device is not waited for."""
+def _check_layout(W: Tensor, G: Tensor) -> None:
+    """Refuse what the loops cannot read."""
     check_dtype("the matrix", W)
     if G.dtype != W.dtype or G.layout != torch.strided:
         raise ValueError(f"the gradient must be dense and {W.dtype}, but got {G.layout} {G.dtype}")
+
+
+def check_gradient(W: Tensor, G: Tensor) -> None:
+    """Refuse, on a CPU, a gradient that would damage W; a device is not waited for."""
     if W.device.type == "cpu" and not is_finite(G):
-        raise ValueError(not_finite(W))
-
-
-def not_finite(W: Tensor) -> str:
-    """What is said of a gradient that would damage W."""
-    return (
-        f"the gradient of the {tuple(W.shape)} matrix has NaN or infinite entries, or overflows; "
-        "no matrix was turned"
-    )
+        raise ValueError(
+            f"the gradient of the {tuple(W.shape)} matrix has NaN or infinite entries; "
+            "no matrix was turned"
+        )
 
 
 def _check_group(group: dict[str, Any]) -> None:

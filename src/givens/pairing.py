@@ -28,10 +28,10 @@ def random_pairs(n: int, seed: int = 0, *, step: int = 0, stream: int = 0) -> In
     if kernels.choose() == "numba":
         from givens.kernels import compiled
 
-        pairs = torch.empty(n // 2, 2, dtype=torch.int64)
+        pairs = torch.empty(n // 2, 2, dtype=torch.int64, device="cpu")
         compiled.draw_pairs(n, seed, step, stream, pairs.numpy())
         return pairs
-    shuffled = _permute(torch.arange(n // 2 * 2), n, _key(seed, step, stream))
+    shuffled = _permute(torch.arange(n // 2 * 2, device="cpu"), n, _key(seed, step, stream))
     return _ordered(shuffled.view(-1, 2))
 
 
@@ -41,7 +41,7 @@ def overlapping_random_pairs(
     """⌊n/2⌋ different planes drawn uniformly, which may share axes (the paper's ablation)."""
     _check_draw(n, seed)
     planes = n * (n - 1) // 2
-    drawn = _permute(torch.arange(n // 2), planes, _key(seed, step, stream))
+    drawn = _permute(torch.arange(n // 2, device="cpu"), planes, _key(seed, step, stream))
     return _plane(drawn)
 
 
@@ -109,7 +109,7 @@ def _locally_dominant(weights: Float[Tensor, "n n"], *, signed: bool = False) ->
     if kernels.choose(weights) == "numba":
         from givens.kernels import compiled
 
-        found = torch.empty(n, dtype=torch.int64)
+        found = torch.empty(n, dtype=torch.int64, device=weights.device)
         compiled.match(_sortable(weights, signed).numpy(), found.numpy())
         return found
     axes = torch.arange(n, device=weights.device)
@@ -152,7 +152,7 @@ def _blossom(magnitudes: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
     weights.fill_diagonal_(-1)
     graph = rustworkx.PyGraph.from_adjacency_matrix(weights.numpy(), null_value=-1.0)
     matching = rustworkx.max_weight_matching(graph, max_cardinality=True, weight_fn=int)
-    partner = torch.full((len(magnitudes),), -1)
+    partner = torch.full((len(magnitudes),), -1, device="cpu")
     for i, j in matching:
         partner[i], partner[j] = j, i
     return partner.to(magnitudes.device)
@@ -263,8 +263,8 @@ def _magnitudes(A: Tensor) -> Tensor:
 def _check_draw(n: int, seed: int) -> None:
     if n < 1:
         raise ValueError(f"n must be at least 1, but got n={n}")
-    if seed < 0:
-        raise ValueError(f"seed must not be negative, but got seed={seed}")
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed must be in 0..2⁶³−1, but got seed={seed}")
 
 
 def _ordered(pairs: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def _key(seed: int, step: int, stream: int) -> Tensor:
-    key = torch.zeros((), dtype=torch.int64)
+    key = torch.zeros((), dtype=torch.int64, device="cpu")
     for word in (seed, seed >> 32, step, step >> 32, stream):
         key = _hash((key + GOLDEN) ^ (word & WORD))
     return key
@@ -301,7 +301,8 @@ def _permute(x: Tensor, size: int, key: Tensor) -> Tensor:
     """
     bits = max(SHUFFLE_BITS, (size - 1).bit_length())
     mask, half = (1 << bits) - 1, (bits + 1) // 2
-    keys = _hash(key + torch.arange(1, 2 * SHUFFLE_ROUNDS + 1) * GOLDEN).tolist()
+    numbers = torch.arange(1, 2 * SHUFFLE_ROUNDS + 1, device=key.device)
+    keys = _hash(key + numbers * GOLDEN).tolist()
     outside = torch.ones_like(x, dtype=torch.bool)
     while outside.any():
         y = x

@@ -206,8 +206,8 @@ def determinant(Q: Tensor) -> Tensor:
 
 def random_rotation(dim: int, seed: int = 0) -> Float[Tensor, "n n"]:
     """A rotation drawn uniformly from SO(n) (Haar measure)."""
-    generator = torch.Generator().manual_seed(seed)
-    gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64, device="cpu")
     Q, triangle = torch.linalg.qr(gaussian)
     Q *= triangle.diagonal().sign()
     Q[:, 0] *= determinant(Q)

@@ -3,6 +3,7 @@
 Both keep their buffers in `workspaces`, which the optimizer holds and never saves.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from givens.optim import (
     check_gradient,
     choose_pairs,
     decays,
-    not_finite,
     scale_memory,
 )
 
@@ -42,9 +42,7 @@ def step_compiled_(
     if draw:
         pairs = np.empty((b, n // 2, 2), np.int64)
     else:
-        if W not in workspaces:
-            workspaces[W] = W.new_empty(b, n, n)
-        product = workspaces[W]
+        product = _buffers(workspaces, _product, W)
         pairs = choose_pairs(as_stack(W.detach()), as_stack(H), group, t, stream, product).numpy()
 
     rows = W.detach().contiguous()
@@ -53,7 +51,8 @@ def step_compiled_(
     scale = state["scale"].numpy() if group["adapt"] else np.empty(b, w.dtype)
     how = (float(angle_factor(group, t)), *scale_memory(group), bool(group["adapt"]), bool(beta1))
     if not compiled.descend(w, g, h, pairs, scale, *how, draw, group["seed"], t, stream):
-        raise ValueError(not_finite(W))
+        check_gradient(W, G)
+        raise ValueError(f"derivatives by the {tuple(W.shape)} matrix overflow; it was not turned")
     state["step"] = t
     if W.is_contiguous():
         kernels.written(W)
@@ -83,9 +82,7 @@ def step_fused_(
     n = W.shape[-1]
     if n == 1:
         return
-    if (W, Turner) not in workspaces:
-        workspaces[W, Turner] = Turner(W)
-    turner = workspaces[W, Turner]
+    turner = _buffers(workspaces, Turner, W)
     rows = W.detach().contiguous()
     G = G.contiguous()
     beta1, beta2 = decays(group)
@@ -101,9 +98,7 @@ def step_fused_(
         wrong = ~G.isfinite().all()
         skip = (wrong if found_inf is None else wrong | (found_inf != 0)).int()
     if not draw:
-        if (W, Matcher) not in workspaces:
-            workspaces[W, Matcher] = Matcher(W)
-        matcher = workspaces[W, Matcher]
+        matcher = _buffers(workspaces, Matcher, W)
         magnitudes = matcher.magnitudes(as_stack(G if H is None else H), as_stack(rows))
         if group["pairing"] == "greedy":
             matcher.greedy(magnitudes, turner.pairs)
@@ -134,3 +129,15 @@ def step_fused_(
         kernels.written(W)
     else:
         W.copy_(rows)
+
+
+def _product(W: Tensor) -> Tensor:
+    return torch.empty_like(as_stack(W.detach()), memory_format=torch.contiguous_format)
+
+
+def _buffers(workspaces: dict[Any, Any], make: Callable[[Tensor], Any], W: Tensor) -> Any:
+    """What is made for W, once for every place and shape that it has had."""
+    key = make, W, W.device, W.shape
+    if key not in workspaces:
+        workspaces[key] = make(W)
+    return workspaces[key]

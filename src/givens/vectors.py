@@ -201,9 +201,7 @@ class Joined(File):
         self.dtype = np.result_type(*{part.dtype for part in parts})
 
     def __getitem__(self, rows: Any, /) -> Array:
-        if isinstance(rows, slice):
-            rows = np.arange(*rows.indices(len(self)))
-        rows = np.asarray(rows)
+        rows = np.arange(len(self))[rows]
         out = np.empty((len(rows), self.shape[1]), self.dtype)
         owners = np.searchsorted(self.ends, rows, side="right")
         for owner in np.unique(owners):
@@ -226,10 +224,10 @@ class Range(File):
         self.dtype = vectors.dtype
 
     def __getitem__(self, rows: Any, /) -> Array:
-        if isinstance(rows, slice):
+        if isinstance(rows, slice) and rows.step in (None, 1):
             start, stop, _ = rows.indices(len(self))
-            return self.vectors[self.first + start : self.first + stop]
-        return self.vectors[self.first + np.asarray(rows)]
+            return self.vectors[self.first + start : self.first + max(start, stop)]
+        return self.vectors[self.first + np.arange(len(self))[rows]]
 
 
 class Hdf5(File):
@@ -305,14 +303,15 @@ class Parquet(File):
         sizes = [self.file.metadata.row_group(group).num_rows for group in range(groups)]
         self.ends = np.cumsum(sizes)
         self.held: tuple[int, Array] = (-1, np.empty((0, 0)))
-        first = self._group(0)
+        filled = np.flatnonzero(sizes)
+        if not len(filled):
+            raise ValueError(f"{path} is empty")
+        first = self._group(int(filled[0]))
         self.shape = (int(self.ends[-1]), first.shape[1])
         self.dtype = first.dtype
 
     def __getitem__(self, rows: Any, /) -> Array:
-        if isinstance(rows, slice):
-            rows = np.arange(*rows.indices(len(self)))
-        rows = np.asarray(rows)
+        rows = np.arange(len(self))[rows]
         out = np.empty((len(rows), self.shape[1]), self.dtype)
         groups = np.searchsorted(self.ends, rows, side="right")
         for group in np.unique(groups):
@@ -328,9 +327,13 @@ class Parquet(File):
             column = self.file.read_row_group(group, columns=[self.column]).column(0)
             lengths = pc.min_max(pc.list_value_length(column)).as_py()
             width = lengths["min"]
-            if column.null_count or width != lengths["max"] or (group and width != self.shape[1]):
+            known = getattr(self, "shape", (0, width))[1]
+            if column.null_count or width != lengths["max"] or width != known:
                 raise ValueError(f"{self.path} must have lists of one length in {self.column!r}")
-            flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            numbers = column.combine_chunks().flatten()
+            if numbers.null_count:
+                raise ValueError(f"{self.path} has nulls among the numbers of {self.column!r}")
+            flat = numbers.to_numpy(zero_copy_only=False)
             self.held = (group, flat.reshape(len(column), width))
         return self.held[1]
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 Backend = Literal["reference", "numba", "triton"]
 
-# The stream of random pairings, the same in every backend (`pairing.random_pairs`).
+# The stream of random pairings, the same in every backend (`pairing.random_pairs`). What numba has
+# compiled and kept on disk does not see a change here: remove __pycache__/*.nbi after one.
 WORD = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
 SHUFFLE_ROUNDS = 6

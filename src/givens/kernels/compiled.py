@@ -293,7 +293,7 @@ def descend(
         derivatives(W[b], G[b], pairs[b], angles[b])
         squares[b] = 0.0
         for p in range(k):
-            squares[b] += float(angles[b, p]) ** 2
+            squares[b] += np.float64(angles[b, p]) ** 2
         if not math.isfinite(squares[b]) or (draw and not rest_is_finite(G[b], pairs[b])):
             return False
     for b in range(len(W)):
@@ -301,8 +301,9 @@ def descend(
             derivatives(W[b], H[b], pairs[b], angles[b])
         angle = factor
         if adaptive:
-            scale[b] = math.sqrt(decay * float(scale[b]) ** 2 + gain * squares[b] / max(k, 1))
-            angle = factor / float(scale[b]) if scale[b] > 0 else 0.0
+            before = np.float64(scale[b])
+            scale[b] = math.sqrt(decay * before**2 + gain * squares[b] / max(k, 1))
+            angle = factor / np.float64(scale[b]) if scale[b] > 0 else 0.0
         for p in range(k):
             angles[b, p] *= angle
         turn_rows(W[b], pairs[b], angles[b])

@@ -341,10 +341,10 @@ class Matcher:
         at_once = programs_at_once(device, 1, self.batch * wanted)
         self.members = min(wanted, max(1, at_once // self.batch))
         self.groups = min(self.batch, at_once // self.members)
-        self.units = torch.empty(self.batch, device=device)
-        self.prices = torch.empty(self.batch, 2, 2, count, device=device)
+        self.units = torch.empty(self.batch, dtype=torch.float32, device=device)
+        self.prices = torch.empty(self.batch, 2, 2, count, dtype=torch.float32, device=device)
         self.bidders = torch.empty(self.batch, 2, count, dtype=torch.int32, device=device)
-        self.peaks = torch.empty(self.batch, count, device=device)
+        self.peaks = torch.empty(self.batch, count, dtype=torch.float32, device=device)
         self.worths = torch.empty(self.batch, dtype=torch.float64, device=device)
         # lists, listed, pointers, partners and lefts of each group.
         rows = LISTED + 4
@@ -355,7 +355,7 @@ class Matcher:
     @functools.cached_property
     def product(self) -> Tensor:
         """The buffer of the magnitudes."""
-        return torch.empty(self.batch, self.n, self.n, device=self.units.device)
+        return self.units.new_empty(self.batch, self.n, self.n)
 
     def new_pairs(self) -> Tensor:
         """A place for the pairs, (b, ⌈n/2⌉, 2): the last one, where n is odd, for who rests."""

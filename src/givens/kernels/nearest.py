@@ -105,7 +105,7 @@ def nearest(X: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
     The codes are uint8 where K ≤ 256.
     """
     (grid, sizes, shape), codes = _launch(X, codebooks), _codes(X, codebooks)
-    distances = torch.empty(codes.shape, device=X.device)
+    distances = torch.empty(codes.shape, dtype=torch.float32, device=X.device)
     parts = (X.contiguous(), codebooks.contiguous(), codes, distances)
     with on(X.device):
         nearest_kernel[grid](*parts, *sizes, **shape)

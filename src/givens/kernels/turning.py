@@ -436,9 +436,9 @@ class Turner:
         self.pairs = torch.empty(self.batch, self.items, 2, dtype=torch.int32, device=device)
         # What every pair tells all programs, and what it keeps to itself.
         self.words = torch.zeros(total, dtype=torch.int64, device=device)
-        self.details = torch.empty(total, 5, device=device)
+        self.details = torch.empty(total, 5, dtype=torch.float32, device=device)
         self.launches = torch.zeros((), dtype=torch.int64, device=device)
-        self.flags = torch.empty(self.programs, device=device)
+        self.flags = torch.empty(self.programs, dtype=torch.float32, device=device)
         self.skip = torch.zeros((), dtype=torch.int32, device=device)
         self.waiting = counters(device)
 

@@ -6,14 +6,18 @@
 | MovieLens 20M, 25M | `ratings.csv` with its header |
 | Amazon 5-core reviews | JSON lines, `.json` or `.json.gz` |
 | KGAT | `train.txt` and `test.txt`: user item item … |
-| plain rows | one `.txt`, `.tsv`, `.csv` or `.inter`: user item [time], or user item item … |
+| plain rows | one `.txt`, `.tsv`, `.csv` or `.inter`, under a header or in the order user item \
+[[rating] time]; or user item item … |
 """
 
+import contextlib
+import csv
 import gzip
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +32,13 @@ COLUMNS = (
     ("rating", "overall"),
     ("time", "timestamp", "unixreviewtime"),
 )
+# Where they are in rows of so many columns without a header.
+LAYOUTS: dict[int, list[int | None]] = {
+    2: [0, 1, None, None],
+    3: [0, 1, None, 2],
+    4: [0, 1, 2, 3],
+}
 PLAIN = (".txt", ".tsv", ".csv", ".inter")
-# Bytes of text that become numbers at once.
-SLAB = 1 << 26
 
 Table = list[NDArray[Any] | None]
 """Users, items, ratings and times; the last two may be missing."""
@@ -53,7 +61,7 @@ def _table(path: Path) -> Table:
     if path.name.endswith((".json", ".json.gz")):
         return _reviews(path)
     if path.suffix == ".dat":
-        return _columns(path, _numbers(path, "::"), 4)
+        return _numbers(path, "::", LAYOUTS[4])
     if path.suffix in PLAIN:
         return _plain(path)
     raise ValueError(f"{path} is of no known layout; one of .dat, .json, .json.gz, .txt, .csv")
@@ -79,29 +87,30 @@ def _folder(folder: Path) -> Table:
 
 
 def _plain(path: Path) -> Table:
-    with path.open() as file:
-        head = file.readline()
-    comma = "," if "," in head else None
-    fields = [field.strip().split(":")[0].lower() for field in head.split(comma)]
-    named = any(field in names for names in COLUMNS for field in fields)
-    if not fields or not head.strip():
+    with _text(path) as file:
+        head = next((line for line in file if line.strip()), "")
+    if not head:
         raise ValueError(f"{path} is empty")
-    if named:
-        return _named(path, fields, comma)
-    try:
-        numbers = _numbers(path, comma)
-    except ValueError:
-        numbers = None
-    if numbers is None:
-        return _texts(path, comma, 0, [0, 1, None, 2 if len(fields) > 2 else None])
-    with path.open() as file:
-        lines = sum(1 for line in file if line.strip())
-    if len(fields) <= 3 and len(numbers) == lines * len(fields):
-        return _columns(path, numbers, len(fields))
+    between = "\t" if "\t" in head else "," if "," in head else None
+    fields = [field.strip(' "\n').split(":")[0].lower() for field in head.split(between)]
+    if any(field in names for names in COLUMNS for field in fields):
+        return _named(path, fields, between)
+    if len(fields) in LAYOUTS:
+        at = LAYOUTS[len(fields)]
+        try:
+            return _numbers(path, between, at)
+        except ValueError:
+            if between or not _is_number(fields[0]):
+                return _names(path, between, 0, at)
+    elif between:
+        raise ValueError(
+            f"{path} must have rows of user, item, [rating], [time], or name its columns in its "
+            f"first line, but has {len(fields)} columns"
+        )
     return [*_baskets(path), None, None]
 
 
-def _named(path: Path, fields: list[str], comma: str | None) -> Table:
+def _named(path: Path, fields: list[str], between: str | None) -> Table:
     """Rows under a header."""
     at = [next((i for i, f in enumerate(fields) if f in names), None) for names in COLUMNS]
     for what, found in zip(("user", "item"), at, strict=False):
@@ -111,57 +120,56 @@ def _named(path: Path, fields: list[str], comma: str | None) -> Table:
                 f"{path} has no column of the {what}s ({known}), but {', '.join(fields)}"
             )
     try:
-        table = _columns(path, _numbers(path, comma, skip=1), len(fields), named=True)
+        return _numbers(path, between, at, skip=1)
     except ValueError:
-        return _texts(path, comma, 1, at)
-    return [None if i is None else table[i] for i in at]
+        return _names(path, between, 1, at)
 
 
-def _columns(path: Path, numbers: NDArray[np.float64], count: int, *, named: bool = False) -> Table:
-    if len(numbers) == 0 or len(numbers) % count:
-        raise ValueError(f"{path} must have {count} numbers in every row, but has not")
-    columns: Table = list(numbers.reshape(-1, count).T)
-    if named or count == 4:
-        return columns
-    return [*columns[:2], None, columns[2] if count == 3 else None]
+def _numbers(path: Path, between: str | None, at: list[int | None], *, skip: int = 0) -> Table:
+    """The columns at these places, users and items whole numbers."""
+    places = sorted(i for i in at if i is not None)
+    kinds = [(f"{i}", np.int64 if i in at[:2] else np.float64) for i in places]
+    # Rows have no other columns, unless a header names them.
+    some, sign = places if skip else None, "\t" if between == "::" else between
+    with _text(path) as file:
+        filled = (line for line in file if line.strip())
+        lines = (line.replace("::", "\t") for line in filled) if between == "::" else filled
+        with warnings.catch_warnings():
+            # Of a file without rows, of which is told below.
+            warnings.simplefilter("ignore", UserWarning)
+            try:
+                rows = np.loadtxt(lines, kinds, None, sign, None, skip, some, ndmin=1)
+            except (ValueError, OverflowError) as error:
+                raise ValueError(
+                    f"{path} must have {len(places)} numbers in every row, but has not"
+                ) from error
+    if not len(rows):
+        raise ValueError(f"{path} has no rows")
+    return [None if i is None else rows[f"{i}"] for i in at]
 
 
-def _numbers(path: Path, between: str | None, *, skip: int = 0) -> NDArray[np.float64]:
-    """All numbers of a text, a slab of whole lines at a time."""
-    parts = [np.empty(0)]
-    with path.open() as file:
-        for _ in range(skip):
-            file.readline()
-        while slab := file.read(SLAB):
-            slab += file.readline()
-            text = slab.replace(between, " ") if between else slab
-            with warnings.catch_warnings():
-                # Before numpy 2.3 it only warns of what is no number, and stops there.
-                warnings.simplefilter("error", DeprecationWarning)
-                try:
-                    parts.append(np.fromstring(text, sep=" "))
-                except (DeprecationWarning, ValueError) as error:
-                    raise ValueError(f"{path} must hold numbers alone, but does not") from error
-    return np.concatenate(parts)
-
-
-def _texts(path: Path, comma: str | None, skip: int, at: list[int | None]) -> Table:
-    """Rows whose users and items are names."""
-    with path.open() as file:
-        rows = [line.strip().split(comma) for line in file if line.strip()][skip:]
+def _names(path: Path, between: str | None, skip: int, at: list[int | None]) -> Table:
+    """The same where users or items are names."""
+    with _text(path) as file:
+        lines = (line for line in file if line.strip())
+        split_up = csv.reader(lines, delimiter=between) if between else map(str.split, lines)
+        rows = [*split_up][skip:]
     width = 1 + max(i for i in at if i is not None)
     if not rows or min(map(len, rows)) < width:
         raise ValueError(f"{path} must have {width} columns in every row, but has not")
     table: Table = []
     for column, i in enumerate(at):
-        values = None if i is None else np.array([row[i] for row in rows])
+        values = None if i is None else np.array([row[i].strip() for row in rows])
+        what = COLUMNS[column][0]
         if values is not None and column < 2:
+            if not all(values):
+                raise ValueError(f"{path} has a row without {what}")
             values = np.unique(values, return_inverse=True)[1]
         elif values is not None:
             try:
                 values = values.astype(np.float64)
             except ValueError as error:
-                raise ValueError(f"{path} must have numbers as {COLUMNS[column][0]}s") from error
+                raise ValueError(f"{path} must have numbers as {what}s") from error
         table.append(values)
     return table
 
@@ -170,13 +178,13 @@ def _baskets(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """User item item …, a user in each line."""
     users: list[NDArray[np.int64]] = []
     items: list[NDArray[np.int64]] = []
-    with path.open() as file:
+    with _text(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 row = np.array(line.split(), np.int64)
-            except ValueError as error:
+            except (ValueError, OverflowError) as error:
                 raise ValueError(
-                    f"{path} must hold numbers alone, but not line {number}"
+                    f"{path} must hold whole numbers alone, but not line {number}"
                 ) from error
             if len(row) > 1:
                 users.append(np.full(len(row) - 1, row[0]))
@@ -189,8 +197,10 @@ def _baskets(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def _reviews(path: Path) -> Table:
     """Amazon's reviews: a JSON object in each line."""
     texts: list[tuple[Any, ...]] = []
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+    with _text(path) as file:
         for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
                 texts.append(tuple(row[name] for name in REVIEW))
@@ -203,3 +213,21 @@ def _reviews(path: Path) -> Table:
     user, item, rating, time = zip(*texts, strict=True)
     numbered = [np.unique(np.array(names), return_inverse=True)[1] for names in (user, item)]
     return [*numbered, np.array(rating, np.float64), np.array(time, np.float64)]
+
+
+@contextlib.contextmanager
+def _text(path: Path) -> Iterator[TextIO]:
+    """A text, compressed or not, with or without a byte-order mark."""
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rt", encoding="utf-8-sig") as file:
+                yield file
+        else:
+            with path.open(encoding="utf-8-sig") as file:
+                yield file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be text in UTF-8, but is not") from error
+
+
+def _is_number(field: str) -> bool:
+    return field.removeprefix("-").isdecimal()
