@@ -1,6 +1,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import faiss
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import givens
 from givens import files
 from givens.export.faiss import fit_opq, from_faiss, inverted, load_index, save_index, to_faiss
+from givens.export.refresh import refresh
 from givens.quantizer import Quantizer
 from givens.vectors import read
 
@@ -320,3 +322,27 @@ def test_opq_by_faiss_is_its_own(metric, capfd):
     assert not capfd.readouterr().err
     with pytest.raises(ValueError, match="power of two"):
         fit_opq(x, 4, 15)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc on this system")
+@pytest.mark.parametrize("metric", METRICS)
+def test_mapped_lists_stay_on_the_disk(tmp_path, metric):
+    q, x, path = make("ivfpq", metric), data(), tmp_path / "mapped.faiss"
+    save_index(to_faiss(q, x), path, {})
+    asked = data(20, seed=9).numpy()
+    found = []
+    for mapped in (False, True):
+        index = load_index(path, mapped=mapped).index
+        lists = faiss.downcast_InvertedLists(inverted(index).invlists)
+        assert isinstance(lists, faiss.OnDiskInvertedLists) == mapped
+        maps = Path("/proc/self/maps").read_text()
+        assert (str(path) in maps) == mapped
+        inverted(index).nprobe = 4
+        found.append(index.search(asked, 10))
+    for a, b in zip(*found, strict=True):
+        assert np.array_equal(a, b)
+    # Part of it cannot be written: nothing is.
+    before = from_faiss(index).fingerprint
+    with pytest.raises(ValueError, match="index must have its lists in memory"):
+        refresh(index, make("ivfpq", metric, L=12), 2 * x)
+    assert from_faiss(index).fingerprint == before

@@ -313,6 +313,32 @@ def test_a_parametrized_rotation_can_be_started():
     torch.testing.assert_close(layer(data()).embedding, wanted(data()).embedding)
 
 
+@pytest.mark.parametrize("update", ["gradient", "ema"])
+def test_empty_batches_leave_the_averages_alone(update):
+    layer = givens.IndexLayer(16, 4, 16, update=update)
+    layer.warm_start(torch.randn(64, 16), 3)
+    layer(torch.randn(8, 16))
+    before = {name: part.clone() for name, part in layer.state_dict().items()}
+    for _ in range(3):
+        layer(torch.randn(0, 16))
+    assert all(torch.equal(part, before[name]) for name, part in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("coarse", [0, 3])
+@pytest.mark.parametrize("metric", METRICS)
+def test_the_quantizer_is_exact_under_autocast(metric, coarse):
+    layer = givens.IndexLayer(64, 8, 64, coarse, metric=metric)
+    x = torch.randn(500, 64)
+    layer.warm_start(x, 3)
+    q = layer.eval().quantizer
+    codes, decoded, distortion = q.encode(x), q.decode(q.encode(x)), q.distortion(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer.quantizer.encode(x).fine, codes.fine)
+        assert torch.equal(layer.quantizer.decode(codes), decoded)
+        assert layer.quantizer.distortion(x) == distortion
+        assert torch.equal(layer(x).embedding, decoded)
+
+
 def test_an_empty_batch_is_no_error():
     layer = make(3)
     found = gradients(layer, data(0))

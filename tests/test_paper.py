@@ -49,6 +49,21 @@ def test_a_method_that_is_wrong_is_not_timed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--methods", "gcd-greedy"], "--methods must have frozen among them"),
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--methods", "adam"], "--methods must be of frozen"),
+    ],
+)
+def test_bad_input_of_fig3(tmp_path, options, message):
+    run = CliRunner().invoke(app, ["paper", "fig3", "--smoke", "-o", str(tmp_path), *options])
+    assert run.exit_code != 0
+    assert message in str(run.exception)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         (["--dims", "8,x"], "--dims must be numbers"),
         (["--dims", "1"], "--dims must be numbers"),
         (["--device", "tpu"], "--device must be cpu or cuda"),
@@ -175,8 +190,11 @@ def test_p_values_and_verdicts():
     told = joint.verdict(less, base, joint.distortion, lower=True)
     assert re.fullmatch(r"holds \(-20.00 %, p = 0.0054, seed by seed p = 0.013\)", told), told
     # Other seeds are no pairs.
-    other = [{**row, "seed": row["seed"] + 1} for row in base]
-    assert "seed by seed" not in joint.verdict(less, other, joint.distortion, lower=True)
+    far = [{**row, "seed": row["seed"] + 9} for row in base]
+    assert joint.verdict(less, far, joint.distortion, lower=True).startswith("not shown (no seed")
+    # A seed that one of them lacks says nothing of the others.
+    more = [*base, {"seed": 99, "final_distortion": 1e9}]
+    assert joint.verdict(less, more, joint.distortion, lower=True) == told
     assert joint.verdict(base, less, joint.distortion, lower=True).startswith("does not hold")
     assert joint.verdict(less[:1], base[:1], joint.distortion, lower=True).startswith("not shown")
     assert np.isnan(joint.p_value([1.0, 1.0], [1.0, 1.0]))

@@ -306,6 +306,8 @@ def bad_files(folder):
     (folder / "lonely.txt").write_text(
         "".join(f"{user} {100 * user + i}\n" for user in range(10) for i in range(10))
     )
+    again = [(user, item) for user in range(10) for item in [0, 1, 2, 3, 4] * 2]
+    (folder / "again.txt").write_text("".join(f"{user} {item}\n" for user, item in again))
     (folder / "nothing").mkdir()
     (folder / "two").mkdir()
     for name in ("a.txt", "b.txt"):
@@ -330,6 +332,7 @@ def bad_files(folder):
         ("log.parquet", "is of no known layout"),
         ("empty.txt", "is empty"),
         ("lonely.txt", "cannot be learned: every item of the 2 held-out users"),
+        ("again.txt", "cannot be tested: none of the 2 held-out users has an item in the second"),
         ("nothing", "but has none; name a file"),
         ("two", "but has several: a.txt, b.txt; name a file"),
     ],
@@ -356,12 +359,23 @@ def test_no_file(tmp_path):
         ({"lr": math.inf}, "lr must be positive"),
         ({"dropout": 1.0}, "dropout must be in"),
         ({"steps": -1}, "steps must not be negative"),
+        ({"angle": math.nan}, "angle must be finite, but got nan"),
+        ({"weight": math.inf}, "weight must be finite, but got inf"),
+        ({"seed": 1 << 31}, "seed must be below 2³¹"),
+        ({"dim": 16, "subspaces": 5}, "dim must be divisible by subspaces, but got dim=16"),
+        ({"codewords": 300}, "codewords must be in 2..256"),
+        ({"method": "post-hoc", "codewords": 20}, "codewords must be a power of two for Faiss"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         Config(**options)
+
+
+def test_bytes_are_those_of_the_packed_code():
+    for codewords, size in ((256, 8), (200, 8), (16, 4), (17, 5), (2, 1)):
+        assert Config(dim=64, subspaces=8, codewords=codewords).bytes == size
 
 
 def test_a_log_too_small_for_the_index():

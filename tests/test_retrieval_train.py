@@ -117,6 +117,48 @@ def test_methods(log, options):
         assert torch.equal(before.towers.item(), done.towers.item())
 
 
+def test_in_a_small_catalogue_the_best_step_is_looked_for():
+    """Whoever is given all 60 items finds everything, at every step alike."""
+    done = train(click_log(300, 60, 6000, drift=0.0), changed(sample=60))
+    assert len({row["recall"] for row in done.rows}) > 3
+    assert all(row["recall"] < 1 for row in done.rows)
+
+
+@pytest.mark.parametrize("method", ["gcd-greedy", "frozen"])
+def test_without_steps_the_index_is_as_it_starts(log, tmp_path, method):
+    done = train(log, changed(steps=0, method=method), tmp_path)
+    start = givens.load(tmp_path / "start.safetensors")
+    assert done.quantizer.fingerprint == start.fingerprint
+    again = train(log, changed(steps=0, method=method), tmp_path, resume=True)
+    assert again.quantizer.fingerprint == start.fingerprint
+    assert again.rows == done.rows
+
+
+def test_a_checkpoint_of_many_looks(log, tmp_path):
+    run = Run(log, SMALL)
+    run.advance()
+    run.look()
+    run.rows = run.rows * 10_000
+    checkpoint.save(run, tmp_path / "run.safetensors")
+    again = Run(log, SMALL)
+    checkpoint.load(again, tmp_path / "run.safetensors")
+    assert again.rows == run.rows
+    with pytest.raises(ValueError, match="too many to be read"):
+        files.save(tmp_path / "long", "towers", {}, {"text": "x" * 2_000_000})
+    assert not (tmp_path / "long").exists()
+
+
+def test_another_run_in_the_folder_is_not_finished_before_it_is(log, tmp_path):
+    train(log, changed(warmup=20, steps=20), tmp_path)
+
+    def stop(row):
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(log, changed(warmup=20, steps=20, seed=7), tmp_path, tell=stop)
+    assert not (tmp_path / "results.json").exists()
+
+
 def test_methods_share_a_warm_up(log, tmp_path):
     train(log, changed(steps=0), tmp_path)
     towers = checkpoint.load_towers(tmp_path / "towers.safetensors")

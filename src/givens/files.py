@@ -85,6 +85,8 @@ def save(
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     # The tensors begin at a multiple of 8, as the format recommends.
     text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_LIMIT:
+        raise ValueError(f"{path} would have a header of {len(text):,} bytes: too many to be read")
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():

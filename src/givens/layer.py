@@ -159,7 +159,8 @@ class IndexLayer(nn.Module):
 
         Among several ranks all take the parts of the first; others may give None.
         """
-        W = torch.empty_like(self.rotation.matrix, memory_format=torch.contiguous_format)
+        with full_precision(self.codebooks.device):
+            W = torch.empty_like(self.rotation.matrix, memory_format=torch.contiguous_format)
         if q is not None:
             mine = (self.codebooks, self.coarse)
             wanted = [None if part is None else tuple(part.shape) for part in mine]
@@ -198,7 +199,8 @@ class IndexLayer(nn.Module):
         """A copy of the Quantizer as it is now: to encode items, to save, to export."""
         self._check_warm()
         coarse = None if self.coarse is None else self.coarse.detach().clone()
-        rotation = self.rotation.matrix.detach().clone()
+        with full_precision(self.codebooks.device):
+            rotation = self.rotation.matrix.detach().clone()
         return Quantizer(rotation, self.codebooks.detach().clone(), coarse, self.metric)
 
     def index_parameters(self) -> list[nn.Parameter]:
@@ -285,6 +287,7 @@ class IndexLayer(nn.Module):
     def _quantized(self, residual: Tensor, *, count: bool) -> Quantized:
         """What the codebooks make of residuals; counted, it moves the averages on."""
         usage, share = None, (1 - self.decay) / max(len(residual), 1)
+        count = count and len(residual) > 0
         if count and self.sums is None:
             usage = self.usage.mul_(self.decay)
         found = quantize(residual, self.codebooks.detach(), usage, share)

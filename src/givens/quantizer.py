@@ -21,6 +21,7 @@ from torch import Tensor
 from givens import files
 from givens.kmeans import nearest
 from givens.rotation import check_orthogonal, determinant
+from givens.straight_through import full_precision
 from givens.vectors import chunks
 
 Metric = Literal["l2", "ip", "cosine"]
@@ -100,7 +101,8 @@ class Quantizer:
         """Y = x R, normalised before where the metric is cosine: what the codebooks are for."""
         if self.metric == "cosine":
             x = torch.nn.functional.normalize(x)
-        return x @ self.rotation
+        with full_precision(x.device):
+            return x @ self.rotation
 
     def encode(self, x: Any) -> Codes:
         """The codes of vectors (N, n), on the quantizer's device."""
@@ -118,14 +120,16 @@ class Quantizer:
 
     def encode_rotated(self, Y: Float[Tensor, "N n"]) -> Codes:
         """The codes of vectors that `rotate` gave, all at once."""
-        if self.coarse is None:
-            return Codes(nearest(Y, self.codebooks))
-        coarse = self.assign(Y)
-        return Codes(nearest(Y - self.coarse[coarse], self.codebooks), coarse)
+        with full_precision(Y.device):
+            if self.coarse is None:
+                return Codes(nearest(Y, self.codebooks))
+            coarse = self.assign(Y)
+            return Codes(nearest(Y - self.coarse[coarse], self.codebooks), coarse)
 
     def decode(self, codes: Codes) -> Float[Tensor, "N n"]:
         """The vectors that the codes stand for, rotated back: q(y) Rᵀ."""
-        return self.codewords_of(codes) @ self.rotation.mT
+        with full_precision(self.rotation.device):
+            return self.codewords_of(codes) @ self.rotation.mT
 
     def codewords_of(self, codes: Codes) -> Float[Tensor, "N n"]:
         """q(y), in the rotated space."""

@@ -157,8 +157,10 @@ def fig3(
 
     pyplot = out.pyplot()
     chosen = _chosen(methods, fig3.CURVES)
+    if "frozen" not in chosen:
+        raise ValueError("--methods must have frozen among them, which others are compared with")
     log = log_for(data, smoke=smoke)
-    configs = _configs(log, (16,), seeds or 1, smoke, warmup=warmup, steps=steps)
+    configs = _configs(log, (16,), 1 if seeds is None else seeds, smoke, warmup=warmup, steps=steps)
     out.make_folder(output)
     place = out.check_device(device).type
     with out.progress("runs") as bar:
@@ -190,7 +192,7 @@ def table1(
     log = log_for(data, smoke=smoke)
     bytes_of_codes = _sizes(sizes, "--sizes")
     chosen = _chosen(methods, METHODS)
-    count = seeds or (2 if smoke else SEEDS)
+    count = (2 if smoke else SEEDS) if seeds is None else seeds
     configs = _configs(log, bytes_of_codes, count, smoke, warmup=warmup, steps=steps)
     out.make_folder(output)
     place = out.check_device(device).type
@@ -223,7 +225,7 @@ def when(
 
     pyplot = out.pyplot()
     made = when.logs(smoke=smoke)
-    count = seeds or (2 if smoke else SEEDS)
+    count = (2 if smoke else SEEDS) if seeds is None else seeds
     options = {"dim": dim, "warmup": warmup, "steps": steps}
     options |= {name: value for name, value in SMALL.items() if smoke and not options.get(name)}
     out.make_folder(output)

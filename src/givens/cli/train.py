@@ -150,7 +150,7 @@ def run_record(config: Config, log: Log, device: str, data: Path | None) -> dict
 
 
 def _note(row: dict[str, Any]) -> str:
-    note = f"{row['phase']}: recall@100 {100 * row['recall']:.1f} %"
+    note = f"{row['phase']}: validation recall {100 * row['recall']:.1f} %"
     return f"{note}, distortion {row['distortion']:.4f}" if "distortion" in row else note
 
 
@@ -158,7 +158,7 @@ def _told(config: Config, results: dict[str, Any]) -> list[str]:
     """The results of the test users, a line for each way to search."""
     names = {
         "full": "full precision",
-        "index": f"index, {config.subspaces} bytes",
+        "index": f"index, {config.bytes} bytes",
         "popularity": "popularity",
     }
     lines = []

@@ -246,7 +246,7 @@ def _holds_lists(index: Any, path: str | Path) -> bool:
     Lists in a file beside it are on the disk anyway, and this flag leaves them without memory.
     """
     lists = faiss.downcast_InvertedLists(inverted(index).invlists) if inverted(index) else None
-    return getattr(lists, "filename", str(path)) == str(path)
+    return getattr(lists, "filename", "") in ("", str(path))
 
 
 def inverted(index: Any) -> Any:

@@ -137,6 +137,9 @@ def _checked_core(index: Any, q: Quantizer) -> Any:
             f"index must be of kind 'pq' or 'ivfpq', but got {type(core).__name__}; "
             "build it anew by to_faiss"
         )
+    lists = faiss.downcast_InvertedLists(core.invlists) if hasattr(core, "nlist") else None
+    if lists is not None and not isinstance(lists, faiss.ArrayInvertedLists):
+        raise ValueError("index must have its lists in memory, but they are on the disk")
     # 0 is Faiss's NoMap; what is written into the lists here would pass a map by.
     if hasattr(core, "nlist") and core.direct_map.type != 0:
         raise ValueError("index must have no direct map, but has one; clear it first")

@@ -59,6 +59,10 @@ class Runs:
 
     def run(self, log: Log, config: Config, **labels: Any) -> dict[str, Any]:
         """Train from the shared warm-up, unless it was done before."""
+        if log.catalogue < 100:
+            raise ValueError(
+                f"{log.name} must have at least 100 items for recall@100, but has {log.catalogue}"
+            )
         how = {"log": log.fingerprint, "config": dataclasses.asdict(config), **labels}
         for row in self.rows:
             if all(row.get(name) == value for name, value in how.items()):
@@ -73,7 +77,7 @@ class Runs:
             **how,
             "name": log.name,
             "method": config.method,
-            "bytes": config.subspaces,
+            "bytes": config.bytes,
             "seed": config.seed,
             "warm_up": digest,
             "steps": [row["step"] - config.warmup for row in joint],
@@ -86,7 +90,7 @@ class Runs:
         self.rows.append(row)
         write(self.path, self.rows)
         self.tell(
-            f"{log.name}, {config.subspaces} bytes, {NAMES[config.method]}, seed {config.seed}: "
+            f"{log.name}, {config.bytes} bytes, {NAMES[config.method]}, seed {config.seed}: "
             f"recall@100 {100 * recall(row):.2f} %, distortion {row['final_distortion']:.4f}"
         )
         return row
@@ -110,9 +114,9 @@ class Runs:
     def forget(self) -> None:
         """Delete towers and starts, once all runs of theirs are done."""
         self.starts.clear()
+        for file in self.towers:
+            file.unlink(missing_ok=True)
         self.towers.clear()
-        for file in self.path.parent.glob("warm-up-????????????????.safetensors"):
-            file.unlink()
 
 
 def comparable(rows: Rows, log: Log, config: Config) -> Rows:
@@ -152,17 +156,19 @@ def verdict(
 ) -> str:
     """Whether runs have a lower or a higher value than others, and how sure that is.
 
-    Runs of a seed share their warm-up, so that they are compared seed by seed where both have the
-    same seeds. The paper's analysis of variance, which does not know of the pairs, stands beside.
+    On the seeds that both have: runs of a seed share their warm-up, and are compared seed by seed.
+    The paper's analysis of variance, which does not know of the pairs, stands beside.
     """
     ours, theirs = ({row["seed"]: value(row) for row in rows} for rows in (mine, base))
-    first, second = list(ours.values()), list(theirs.values())
+    both = [seed for seed in ours if seed in theirs]
+    if not both:
+        return "not shown (no seed has both)"
+    first, second = ([values[seed] for seed in both] for values in (ours, theirs))
     change = statistics.mean(first) - statistics.mean(second)
     p = p_value(first, second)
     told = f"{100 * change / statistics.mean(second):+.2f} %, p = {p:.2g}"
-    if ours.keys() == theirs.keys():
-        p = paired_p_value(first, [theirs[seed] for seed in ours])
-        told += f", seed by seed p = {p:.2g}"
+    p = paired_p_value(first, second)
+    told += f", seed by seed p = {p:.2g}"
     word = "not shown"
     if p < SIGNIFICANT:
         word = "holds" if (change < 0) == lower else "does not hold"

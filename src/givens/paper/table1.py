@@ -71,6 +71,9 @@ def table(rows: Rows, log: Log) -> list[str]:
         lines += ["|---|---|---|---|---|---|---|---|"]
         for method in (method for method in METHODS if of(mine, method=method)):
             cells = [NAMES[method]]
+            count = len(of(mine, method=method))
+            if count < len({row["seed"] for row in rows}):
+                cells = [f"{NAMES[method]}, {count} seed{'s' * (count > 1)}"]
             for value, scale in ((precision, 100), (recall, 100), (distortion, 1)):
                 cells += _cells(mine, method, value, scale)
             said = paper.get(method)
@@ -115,9 +118,11 @@ def claims(rows: Rows) -> list[str]:
 def paper_set(log: Log) -> str:
     """Which of the paper's data a log stands for."""
     name = log.name.lower()
-    if "ml" in name or "movielens" in name or "ratings" in name:
+    if "book" in name:
+        return "Amazon Books"
+    if name.startswith(("ml-", "movielens")) or name in ("ratings.dat", "ratings.csv"):
         return "MovieLens"
-    return "Amazon Books" if "book" in name else "industrial" if name == "built-in" else ""
+    return "industrial" if name == "built-in" else ""
 
 
 def _cells(rows: Rows, method: str, value: Callable[[Row], float], scale: float) -> list[str]:

@@ -4,6 +4,7 @@ What is drawn depends on the seed and the step alone, so there is no generator t
 """
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ def save(run: Run, path: Path) -> None:
         "joint": run.joint,
         "best": {"recall": run.best.recall, "step": run.best.step},
         "numbers": numbers,
-        "rows": run.rows,
     }
+    # There may be more than a file's header is to hold.
+    rows = bytearray(json.dumps(run.rows).encode())
+    tensors["rows"] = torch.frombuffer(rows, dtype=torch.uint8)
     files.save(path, KIND, tensors, about)
 
 
@@ -50,7 +53,7 @@ def load(run: Run, path: Path) -> None:
         raise ValueError(f"{path} was made with {other}; give the same options or another folder")
     if about["log"] != run.log.fingerprint:
         raise ValueError(f"{path} was made from another log than {run.log.name}")
-    run.step, run.rows = about["step"], about["rows"]
+    run.step, run.rows = about["step"], json.loads(bytes(tensors.pop("rows").numpy()))
     # With the index, R may be parametrized: before its parts are put in.
     run.optimizers = run.learners(joint=about["joint"])
     run.put(tensors)

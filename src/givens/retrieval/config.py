@@ -115,6 +115,22 @@ class Config:
         for name in ("lr", "joint_lr", "temperature"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, but got {getattr(self, name)}")
+        for name in ("angle", "weight", "margin"):
+            if not math.isfinite(getattr(self, name) or 0):
+                raise ValueError(f"{name} must be finite, but got {getattr(self, name)}")
+        if self.seed >= 1 << 31:
+            raise ValueError(f"seed must be below 2³¹, but got seed={self.seed}")
+        if self.dim % self.subspaces:
+            raise ValueError(
+                f"dim must be divisible by subspaces, but got dim={self.dim}, "
+                f"subspaces={self.subspaces}"
+            )
+        if not 2 <= self.codewords <= 256:
+            raise ValueError(f"codewords must be in 2..256, but got codewords={self.codewords}")
+        if self.method == "post-hoc" and self.codewords & (self.codewords - 1):
+            raise ValueError(
+                f"codewords must be a power of two for Faiss, but got codewords={self.codewords}"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), but got {self.dropout}")
 
@@ -122,6 +138,11 @@ class Config:
     def total(self) -> int:
         """Steps of both phases."""
         return self.warmup + self.steps
+
+    @property
+    def bytes(self) -> int:
+        """Of an item's code, packed as Faiss packs it."""
+        return -(-self.subspaces * (self.codewords - 1).bit_length() // 8)
 
     def check(self, log: Log) -> None:
         """Refuse a log that is too small for the index, and a batch that ranks cannot share."""

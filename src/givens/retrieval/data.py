@@ -148,7 +148,17 @@ def held(
                 f"{name} cannot be learned: every item of the {len(user)} held-out users is seen "
                 "by them alone"
             )
+        if not any(_has_truth(items[starts[one] : starts[one + 1]]) for one in user):
+            raise ValueError(
+                f"{name} cannot be tested: none of the {len(user)} held-out users has an item in "
+                "the second half that was not in the first"
+            )
     return Log(name, starts, items, times, len(seen), train, valid, test, words)
+
+
+def _has_truth(items: Int[np.ndarray, " clicks"]) -> bool:
+    half = len(items) // 2
+    return not np.isin(items[half:], items[:half]).all()
 
 
 def click_log(

@@ -317,8 +317,11 @@ class Run:
         return row
 
     def recall(self, users: Tensor, items: Tensor) -> float:
-        """recall@100 of the validation users by brute force."""
-        k = min(K, self.log.catalogue)
+        """recall@100 of the validation users by brute force.
+
+        In a small catalogue by fewer, lest whoever is given all items find everything.
+        """
+        k = min(K, max(1, self.log.catalogue // 5))
         found = evaluate.brute_force(users, items, self.valid, k).items
         return evaluate.metrics(found, self.valid, self.log.catalogue, (k,))[f"recall@{k}"]
 
@@ -374,7 +377,7 @@ def start_index(layer: IndexLayer, sample: Float[Tensor, "N n"], config: Config)
     if not ranks.is_first():
         layer.start_from(None)
         return
-    R = torch.eye(config.dim, device=sample.device)
+    R = torch.eye(config.dim, dtype=sample.dtype, device=sample.device)
     if config.start == "random":
         R = random_rotation(config.dim, config.seed).to(sample.device)
     how: dict[str, Any] = {"method": "pq", "metric": "cosine", "seed": config.seed}

@@ -103,6 +103,13 @@ def train(
                 show(run.look())
                 saver.save()
                 tell(run.rows[-1])
+        if config.steps == 0 and config.method != "post-hoc" and not run.joint:
+            # No step with it: the index as it starts.
+            run.begin_joint()
+            saver.keep_start()
+            show(run.look())
+            saver.save()
+            tell(run.rows[-1])
     quantizer = run.indexed()
     results = ranks.from_first(lambda: finished(run, quantizer, folder))
     return Trained(run.towers, quantizer, run.start, run.rows, results)
@@ -174,6 +181,8 @@ class Saver:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             files.check_writable(folder / "metrics.jsonl")
+            # Of a run that was here before, it would pass for this one's.
+            (folder / "results.json").unlink(missing_ok=True)
 
     def keep_start(self) -> None:
         """Keep the index as it begins, to be compared with how it ends."""
