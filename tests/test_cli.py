@@ -13,6 +13,7 @@ import faiss
 import h5py
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
@@ -157,6 +158,7 @@ def bad(folder):
     raw = bytearray((folder / "bad.faiss").read_bytes())
     raw[-5000] ^= 1
     (folder / "bad.faiss").write_bytes(raw)
+    np.save(folder / "nan_truth.npy", np.arange(np.load(folder / "nan.npy").shape[0])[:, None])
     return folder
 
 
@@ -365,7 +367,24 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
         (["train", "-o", "x.npy"], "--output must be a folder, but x.npy is a file"),
         (["demo", "-o", "x.npy"], "--output must be a folder, but x.npy is a file"),
         (["demo", "-o", "/proc/nowhere"], "/proc/nowhere"),
-        (["inspect", "none.faiss"], "none.faiss"),
+        (["inspect", "none.faiss"], "there is no file none.faiss"),
+        (["fit", "x.npy", "--device", "meta"], "--device must be cpu or cuda"),
+        (["train", "-o", "run", "--pool", "sum"], "pool must be one of"),
+        (["train", "-o", "run", "--dim", "16", "--subspaces", "5"], "dim must be divisible"),
+        (
+            ["search", "good.faiss", "queries.npy", "-o", "s.npy", "--scores", "s.npy"],
+            "--output and --scores must be two files, but both are s.npy",
+        ),
+        (
+            ["search", "good.faiss", "queries.npy", "--rerank", "x.npy", "--ids", "x.npy"],
+            "--ids must be integers of shape (2000,), but got float32 of shape (2000, 16)",
+        ),
+        (["paper", "fig4", "-o", "pictures", "--device", "meta"], "--device must be cpu or cuda"),
+        (["paper", "fig4", "-o", "pictures", "--dims", "x"], "--dims must be numbers"),
+        (
+            ["evaluate", "good.faiss", "nan.npy", "--groundtruth", "nan_truth.npy"],
+            "queries must be finite",
+        ),
         (["inspect", "cut.safetensors"], "cut.safetensors is damaged"),
     ],
 )
@@ -380,6 +399,66 @@ def test_bad_input_is_one_line_and_leaves_nothing(bad, monkeypatch, arguments, m
     assert done.error.startswith("givens: ")
     assert len(done.error.strip().splitlines()) == 1
     assert names(bad) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "fit v.safetensors:train -o v.safetensors",
+        "build flat.safetensors v.safetensors:train -o v.safetensors",
+        "build flat.safetensors parts -o parts/b.npy",
+        "build flat.safetensors x.npy --ids ids.npy -o ids.npy",
+        "search index.faiss queries.npy --rerank x.npy --ids ids.npy -o ids.npy",
+        "search index.faiss v.safetensors:test -o queries.npy --scores v.npy --rerank v.npy",
+    ],
+)
+def test_what_is_read_is_not_written_over(folder, monkeypatch, command):
+    monkeypatch.chdir(folder)
+    invoke("build", "flat.safetensors", "x.npy", "-o", "index.faiss")
+    x = np.load("x.npy")
+    Path("parts").mkdir()
+    for name in ("v.npy", "parts/a.npy", "parts/b.npy"):
+        np.save(name, x)
+    np.save("ids.npy", np.arange(len(x)))
+    tables = {"train": torch.from_numpy(x), "test": torch.from_numpy(x[:9].copy())}
+    safetensors.torch.save_file(tables, "v.safetensors")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    done = main_in_process(command.split())
+    assert done.code == 1
+    assert done.error.startswith("givens: --output must not be ")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_neighbours_that_are_not_there_are_not_missed():
+    found, truth = np.array([[1, 2], [3, 4], [5, 6]]), np.array([[2, -1], [7, 4], [-1, -1]])
+    assert recall(found, truth, 2) == (1 + 1 / 2) / 2
+    assert first_recall(found, truth, 2) == 1 / 2
+    assert recall(-np.ones((1, 2)), np.array([[1, -1]]), 2) == 0
+
+
+def test_a_picture_of_another_index_does_not_stay(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for name, drawn in (("ivf", True), ("flat", False)):
+        invoke("build", f"{name}.safetensors", "x.npy", "-o", "index.faiss")
+        invoke("evaluate", "index.faiss", "queries.npy", "--groundtruth", "truth.npy")
+        assert Path("evaluation/recall.png").exists() == drawn
+
+
+def test_plain_faiss_looks_into_as_many_lists(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    invoke("build", "ivf.safetensors", "x.npy", "-o", "index.faiss")
+    invoke("search", "index.faiss", "queries.npy", "-k", 5, "-o", "n.npy")
+    index = faiss.read_index("index.faiss")
+    assert faiss.extract_index_ivf(index).nprobe == 16
+    assert np.array_equal(index.search(np.load("queries.npy"), 5)[1], np.load("n.npy"))
+
+
+def test_rows_outside_the_sample_may_be_anything(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    x = np.load("x.npy").astype(">f4")
+    np.save("x.npy", x)
+    invoke("fit", "x.npy", "-o", "q.safetensors", "--codewords", 16, "--iterations", 3)
+    assert np.isfinite(json.loads(Path("q.safetensors.json").read_text())["distortion"])
 
 
 @pytest.mark.parametrize(
@@ -498,7 +577,10 @@ def test_train_leaves_a_run_that_other_commands_read(clicks, monkeypatch):
     monkeypatch.chdir(clicks)
     told = invoke("train", "-o", "run", "--data", "clicks.txt", *TRAIN.split(), "--coarse", 4)
     assert "clicks.txt: 2,000 clicks of 100 users on 60 items; 20 users held out" in told
-    assert "index, 4 bytes: precision@10" in told
+    assert "index, 2 bytes: precision@10" in told
+    assert (clicks / "run" / "items.txt").read_text().splitlines() == sorted(
+        {line.split()[1] for line in (clicks / "clicks.txt").read_text().splitlines()}, key=int
+    )
     assert "Next: givens report run -o report.html" in told
     assert {"config.json", "metrics.jsonl", "results.json", "index.faiss", "index.faiss.json"} < {
         *names(clicks / "run")

@@ -109,6 +109,10 @@ def test_every_layout_gives_the_same_log(tmp_path, layout):
     names = sorted({i for _, i, _ in good})
     assert log.users == 10
     assert log.catalogue == len(names)
+    if layout in (movielens, plain, rated_numbers):
+        assert log.names.tolist() == names
+    elif layout is titled:
+        assert set(log.names) == {f"the {name}" for name in names}
     for user, name in enumerate(sorted({u for u, _, _ in good})):
         mine = sorted((t, i) for u, i, t in good if u == name)
         found = log.items[log.starts[user] : log.starts[user + 1]]
@@ -295,6 +299,8 @@ def bad_files(folder):
     (folder / "ragged.dat").write_text("1::2::5::3\n1::2\n")
     (folder / "gap.csv").write_text("userId,movieId,rating,timestamp\n1,2,,3\n1,3,,4\n" * 2)
     (folder / "nobody.csv").write_text("user,item\na,b\n,c\n")
+    cut = "".join(f"{u} {i} {t}\n" for u, i, _, t in rows()) + "7 8\n"
+    (folder / "short.txt").write_text(cut)
     (folder / "five.csv").write_text("1,2,3,4,5\n" * 9)
     (folder / "latin.csv").write_bytes("user,item\nZoë,1\n".encode("latin-1"))
     (folder / "huge.txt").write_text("1 2 3\n1 100000000000000000000 3 5 6\n")
@@ -324,6 +330,7 @@ def bad_files(folder):
         ("ragged.dat", "must have 4 numbers in every row"),
         ("gap.csv", "must have numbers as ratings"),
         ("nobody.csv", "has a row without user"),
+        ("short.txt", "has rows of 3 columns, but not in line"),
         ("five.csv", "but has 5 columns"),
         ("latin.csv", "must be text in UTF-8"),
         ("huge.txt", "must hold whole numbers alone, but not line 2"),

@@ -159,6 +159,12 @@ def test_another_run_in_the_folder_is_not_finished_before_it_is(log, tmp_path):
     assert not (tmp_path / "results.json").exists()
 
 
+def test_the_items_keep_their_names(log, tmp_path):
+    names = np.array([f"item {number}" for number in range(log.catalogue)])
+    train(dataclasses.replace(log, names=names), changed(warmup=20, steps=20), tmp_path)
+    assert (tmp_path / "items.txt").read_text("utf-8").splitlines() == names.tolist()
+
+
 def test_methods_share_a_warm_up(log, tmp_path):
     train(log, changed(steps=0), tmp_path)
     towers = checkpoint.load_towers(tmp_path / "towers.safetensors")

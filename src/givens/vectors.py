@@ -201,7 +201,7 @@ class Joined(File):
         self.dtype = np.result_type(*{part.dtype for part in parts})
 
     def __getitem__(self, rows: Any, /) -> Array:
-        rows = np.arange(len(self))[rows]
+        rows = places(rows, len(self))
         out = np.empty((len(rows), self.shape[1]), self.dtype)
         owners = np.searchsorted(self.ends, rows, side="right")
         for owner in np.unique(owners):
@@ -227,7 +227,7 @@ class Range(File):
         if isinstance(rows, slice) and rows.step in (None, 1):
             start, stop, _ = rows.indices(len(self))
             return self.vectors[self.first + start : self.first + max(start, stop)]
-        return self.vectors[self.first + np.arange(len(self))[rows]]
+        return self.vectors[self.first + places(rows, len(self))]
 
 
 class Hdf5(File):
@@ -311,7 +311,7 @@ class Parquet(File):
         self.dtype = first.dtype
 
     def __getitem__(self, rows: Any, /) -> Array:
-        rows = np.arange(len(self))[rows]
+        rows = places(rows, len(self))
         out = np.empty((len(rows), self.shape[1]), self.dtype)
         groups = np.searchsorted(self.ends, rows, side="right")
         for group in np.unique(groups):
@@ -336,6 +336,16 @@ class Parquet(File):
             flat = numbers.to_numpy(zero_copy_only=False)
             self.held = (group, flat.reshape(len(column), width))
         return self.held[1]
+
+
+def places(rows: Any, count: int) -> Array:
+    """The numbers of the rows that a slice, a mask or an array takes of so many."""
+    if isinstance(rows, slice):
+        return np.arange(*rows.indices(count))
+    numbers: Array = np.asarray(rows)
+    if numbers.dtype == bool:
+        return np.flatnonzero(numbers)
+    return np.where(numbers < 0, numbers + count, numbers)
 
 
 def gathered(table: File, rows: Array) -> Array:

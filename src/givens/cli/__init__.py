@@ -74,6 +74,10 @@ def main() -> None:
         _fail(f"{where}{error.strerror or error}", what=what)
     except (ValueError, ImportError, MemoryError) as error:
         _fail(str(error) or "not enough memory")
+    except RuntimeError as error:
+        if "out of memory" not in f"{error}" and "allocate memory" not in f"{error}":
+            raise
+        _fail(f"not enough memory: {error}".split(". ")[0])
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -65,7 +65,7 @@ def build(
     if engine == "local" and (address is not None or workers is not None):
         raise ValueError("--address and --workers need --engine ray")
     q = load(quantizer)
-    names = None if ids is None else read_ids(ids)
+    read, names = ([], None) if ids is None else ([ids], read_ids(ids))
     from givens.export.faiss import Kind, save_index, to_faiss
 
     about = out.record(
@@ -78,7 +78,7 @@ def build(
     )
     if engine == "local" and not shards:
         x = vectors.join([file for source in sources for file in vectors.listed(source)], "train")
-        out.check_output(output, quantizer, *sources)
+        out.check_output(output, quantizer, *sources, *read)
         with out.progress("encoding") as bar:
             bar.start(len(x))
             index = to_faiss(q, x, kind=cast(Kind | None, kind), ids=names, progress=bar.advance)
@@ -87,7 +87,7 @@ def build(
     else:
         if kind not in (None, "ivfpq"):
             raise ValueError(f"--engine ray and --shards make an index of kind ivfpq, not {kind}")
-        out.check_output(output, quantizer, *sources, folder=shards)
+        out.check_output(output, quantizer, *sources, *read, folder=shards)
         N = _build_shards(q, sources, output, names, (engine, address, workers), about, keep=shards)
     spent, size = time.perf_counter() - began, out.bytes_of(output)
     typer.echo(

@@ -52,6 +52,8 @@ def evaluate(
             f"--groundtruth must be integers for {len(asked)} queries, but got {truth.dtype} "
             f"of shape {truth.shape}"
         )
+    if not (truth[:, 0] >= 0).any():
+        raise ValueError("--groundtruth must have neighbours, but has none first in its rows")
     ordered = np.sort(truth, axis=1)
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if twice.any():
@@ -60,7 +62,10 @@ def evaluate(
             f"{int(twice.any(1).argmax())} has one twice; are these ids?"
         )
     ks = [k for k in KS if k <= min(truth.shape[1], stored.index.ntotal)]
-    check_queries(stored.index, asked, ks[-1])
+    check_queries(stored.index, asked, max(ks, default=1))
+    for _ in batches(asked):
+        # Before the folder is made: queries that are not finite.
+        pass
     lists = inverted(stored.index)
     # Before the work: a missing package, or a folder that cannot be written.
     pyplot = None if lists is None else out.pyplot()
@@ -77,6 +82,8 @@ def evaluate(
         written[0],
         {**about, "rows": rows, "bytes_a_vector": {"code": code, "file": whole}},
     )
+    # Of another index, it would pass for this one's.
+    (output / "recall.png").unlink(missing_ok=True)
     if pyplot is not None:
         written.append(output / "recall.png")
         _plot(pyplot, rows, ks, written[1])
@@ -91,14 +98,19 @@ def evaluate(
 
 
 def recall(found: npt.NDArray[Any], truth: npt.NDArray[Any], k: int) -> float:
-    """|top-k ∩ true-k| / k, the mean over queries."""
-    hits = [len(np.intersect1d(a, b)) for a, b in zip(found[:, :k], truth[:, :k], strict=True)]
-    return float(np.mean(hits) / k)
+    """|top-k ∩ true-k| / |true-k|, the mean over queries; −1 stands for no neighbour."""
+    parts = []
+    for mine, true in zip(found[:, :k], truth[:, :k], strict=True):
+        true = true[true >= 0]
+        if len(true):
+            parts.append(len(np.intersect1d(mine, true)) / len(true))
+    return float(np.mean(parts))
 
 
 def first_recall(found: npt.NDArray[Any], truth: npt.NDArray[Any], k: int) -> float:
     """How often the nearest neighbour is among the first k found."""
-    return float((found[:, :k] == truth[:, :1]).any(1).mean())
+    known = truth[:, 0] >= 0
+    return float((found[known, :k] == truth[known, :1]).any(1).mean())
 
 
 def _sweep(

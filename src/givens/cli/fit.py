@@ -102,8 +102,8 @@ def fit(
             device=place,
         ).to("cpu")
     spent = time.perf_counter() - began
-    error, norm = _measured(q, x)
     q.save(output)
+    error, norm = _measured(q, x)
     part.unlink(missing_ok=True)
     about = out.record(seed, device, **chosen)
     results = {"seconds": spent, "distortion": error, "distortion_by_pass": passes}
@@ -135,8 +135,9 @@ def _start(init: str) -> Init | Quantizer:
 
 
 def _measured(q: Quantizer, x: Any) -> tuple[float, float]:
-    """The distortion and the mean squared norm of the first vectors."""
-    part = torch.from_numpy(x[:MEASURED]).float()
+    """The distortion and the mean squared norm of the first vectors that are finite."""
+    part = vectors.as_float(x[:MEASURED])
+    part = part[part.isfinite().all(1)]
     if q.metric == "cosine":
         part = torch.nn.functional.normalize(part)
     norm = float(part.square().sum(1, dtype=torch.float64).mean())

@@ -21,6 +21,8 @@ def inspect(
     Example: givens inspect index.faiss
     """
     path = Path(file)
+    if path.suffix == ".faiss" and not path.exists():
+        raise FileNotFoundError(f"there is no file {path}")
     if path.suffix == ".safetensors" and path.is_file() and _is_givens(path):
         rows = _quantizer(path)
     elif (path / MANIFEST).is_file():
@@ -69,7 +71,9 @@ def _index(path: Path) -> dict[str, Any]:
         beside = MANIFEST if path.is_dir() else f"{path.name}.json"
         rows["record"] = beside + ("" if belongs else ", of another quantizer")
         rows |= {
-            name: stored.record[name] for name in ("seed", "written") if stored.record.get(name)
+            name: stored.record[name]
+            for name in ("seed", "written")
+            if stored.record.get(name) is not None
         }
     return {**rows, "next": f"givens search {path} QUERIES -k 10"}
 

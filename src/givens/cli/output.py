@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import givens
-from givens import files
+from givens import files, vectors
 
 Engine = Literal["local", "ray"]
 
@@ -87,8 +87,10 @@ def write_record(path: Path, content: dict[str, Any]) -> Path:
 def check_output(path: Path, *sources: str | Path, folder: bool = False) -> None:
     """Find out before the work whether it can be written, and not over what it is made of."""
     for source in sources:
-        if path.exists() and Path(source).exists() and path.samefile(source):
-            raise ValueError(f"--output must not be {source}, which is read")
+        for file in [] if vectors.is_remote(source) else vectors.listed(source):
+            read, _ = vectors.split(file)
+            if path.exists() and read.exists() and path.samefile(read):
+                raise ValueError(f"--output must not be {read}, which is read")
     # A folder is written into, where it is there.
     files.check_writable(path / "manifest.json" if folder and path.is_dir() else path)
 
@@ -123,6 +125,8 @@ def check_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"--device must be cpu or cuda, but got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, but got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"--device {name} needs a GPU that torch can use, but there is none; "

@@ -43,13 +43,14 @@ def fig4(
     from givens.paper.rows import read, write
 
     pyplot = out.pyplot()
+    measured = read(rows) if rows else []
+    if any("median_us" not in row for row in measured):
+        raise ValueError(f"{rows} holds no rows of fig4")
+    place = measured[0]["device"] if measured else out.check_device(device).type
+    sizes = _sizes(dims) or ((16, 32) if smoke else fig4.DIMS[place])
     out.make_folder(output)
-    if rows:
-        measured = read(rows)
-        place = measured[0]["device"]
-    else:
-        place = out.check_device(device).type
-        sizes = _sizes(dims) or ((16, 32) if smoke else fig4.DIMS[place])
+    files.check_writable(output / f"fig4-{place}.png")
+    if not measured:
         with out.progress("timing") as bar:
             bar.start(len(sizes) * len(fig4.METHODS))
 

@@ -12,6 +12,7 @@ import typer
 from givens import files, vectors
 from givens.cli import output as out
 from givens.cli.build import read_ids
+from givens.export import NPROBE
 
 # Queries searched at once: a batch for the bar to move, large enough for Faiss's threads.
 BATCH = 1024
@@ -29,7 +30,7 @@ def search(
     scores: Annotated[
         Path | None, typer.Option(help="Write squared distances or inner products as .npy.")
     ] = None,
-    nprobe: Annotated[int, typer.Option(help="Lists to look into, of an inverted file.")] = 16,
+    nprobe: Annotated[int, typer.Option(help="Lists to look into, of an inverted file.")] = NPROBE,
     rerank: Annotated[
         str | None,
         typer.Option(metavar="VECTORS", help="Rank candidates again by these original vectors."),
@@ -56,7 +57,9 @@ def search(
         if path is not None:
             if path.suffix != ".npy":
                 raise ValueError(f"{path} must end in .npy")
-            out.check_output(path, index, queries, rerank or index)
+            out.check_output(path, index, queries, rerank or index, ids or index)
+    if output is not None and output == scores:
+        raise ValueError(f"--output and --scores must be two files, but both are {output}")
     stored = open_index(index, mapped=mapped)
     asked = vectors.read(queries, "test")
     check_queries(stored.index, asked, k)
@@ -84,24 +87,25 @@ def search(
             found[at], values[at] = I, D
             bar.advance(len(part))
 
+    for path, table in ((output, found), (scores, values)):
+        if path is not None:
+            with files.replacing(path) as temporary, temporary.open("wb") as file:
+                np.save(file, table)
+    if output is not None:
+        about = out.record(
+            None, "cpu", index=index, queries=queries, k=k, nprobe=nprobe, rerank=rerank
+        )
+        out.write_record(output, {**about, "seconds": spent})
     typer.echo(
         f"Searched {len(asked):,} queries among {stored.index.ntotal:,} vectors in {spent:.2f} s "
         f"({len(asked) / spent:,.0f} a second)"
         + ("" if rerank is None else f", {wanted} candidates each ranked again")
     )
-    for path, table in ((output, found), (scores, values)):
-        if path is not None:
-            with files.replacing(path) as temporary, temporary.open("wb") as file:
-                np.save(file, table)
     if output is None:
         for row in range(min(len(asked), 10)):
             typer.echo(f"{row}: " + " ".join(map(str, found[row])))
         typer.echo("Next: the same with -o neighbours.npy, for all of them")
     else:
-        about = out.record(
-            None, "cpu", index=index, queries=queries, k=k, nprobe=nprobe, rerank=rerank
-        )
-        out.write_record(output, {**about, "seconds": spent})
         typer.echo(f"Written: {output}, {output}.json")
         typer.echo(f"Next: givens evaluate {index} {queries} --groundtruth FILE")
 
@@ -123,6 +127,8 @@ def check_queries(index: Any, queries: vectors.Vectors, k: int) -> None:
         raise ValueError(
             f"queries must have {index.d} dimensions as the index has, but got {queries.shape[1]}"
         )
+    if index.ntotal == 0:
+        raise ValueError("the index holds no vectors")
     if not 1 <= k <= index.ntotal:
         raise ValueError(f"k must be in 1..{index.ntotal}, the vectors in the index, but got {k}")
 
@@ -162,6 +168,11 @@ def row_finder(stored: Any, original: vectors.Vectors, ids: str | None) -> Any:
             raise ValueError(f"--rerank needs --ids {named}, by which the index names its vectors")
         return None
     names = read_ids(ids)
+    if names.shape != (len(original),) or names.dtype.kind not in "iu":
+        raise ValueError(
+            f"--ids must be integers of shape ({len(original)},), but got {names.dtype} of shape "
+            f"{names.shape}"
+        )
     order = np.argsort(names)
     return names[order], order
 

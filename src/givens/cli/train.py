@@ -58,8 +58,9 @@ def train(
     """Train two towers, codebooks and the rotation together, and build their index.
 
     Reads MovieLens (ratings.dat, ratings.csv), Amazon's reviews (.json, .json.gz), rows of
-    "user item [time]" and lines of "user item item …". Writes into the folder: config.json,
-    metrics.jsonl, towers.safetensors, quantizer.safetensors, index.faiss and results.json.
+    "user item time" and lines of "user item item …". Writes into the folder: config.json,
+    metrics.jsonl, towers.safetensors, quantizer.safetensors, index.faiss, items.txt, whose lines
+    are what the index's ids 0, 1, … are called in the data, and results.json.
 
     Under torchrun its processes train one model together, on a GPU each with --device cuda.
 
@@ -135,7 +136,8 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
     index = output / "index.faiss"
     typer.echo(
         f"Written in {spent:.0f} s: {output}/ (config.json, metrics.jsonl, results.json, "
-        f"towers.safetensors, quantizer.safetensors, index.faiss of {out.size(index)})\n"
+        f"towers.safetensors, quantizer.safetensors, {'' if data is None else 'items.txt, '}"
+        f"index.faiss of {out.size(index)})\n"
         f"Next: givens report {output} -o report.html, tensorboard --logdir {output}"
     )
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import givens
 from givens import files
+from givens.export import NPROBE
 from givens.quantizer import Metric, Quantizer
 from givens.rotation import determinant
 from givens.vectors import chunks
@@ -102,6 +103,7 @@ def empty_index(q: Quantizer, kind: Kind | None = None, *, table: bool = True) -
         form = faiss.IndexIVFPQFastScan if kind.endswith("fastscan") else faiss.IndexIVFPQ
         core = form(faiss.IndexFlat(n, metric), n, len(q.coarse), D, nbits, metric)
         core.by_residual = True
+        core.nprobe = min(NPROBE, core.nlist)
     core.is_trained = True
     linear = faiss.LinearTransform(n, n, False)
     linear.is_trained = True

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from givens.export import NPROBE
 from givens.export.faiss import FAR, Source, checked_ids
 from givens.quantizer import Quantizer
 
@@ -80,7 +81,7 @@ def query(
     queries: Any,
     k: int = 10,
     *,
-    nprobes: int = 16,
+    nprobes: int = NPROBE,
     refine: int | None = None,
     columns: list[str] | None = None,
 ) -> pa.Table:

@@ -84,7 +84,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run."""
-        for name, kind in (("method", Method), ("start", Start), ("loss", Loss)):
+        for name, kind in (("method", Method), ("start", Start), ("loss", Loss), ("pool", Pool)):
             if getattr(self, name) not in get_args(kind):
                 known = ", ".join(map(repr, get_args(kind)))
                 raise ValueError(f"{name} must be one of {known}, but got {getattr(self, name)!r}")

@@ -5,11 +5,12 @@ validation and some for the test. The first half of a held-out user's items by t
 the second half the truth.
 """
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Int, Num
+from jaxtyping import Float, Int, Num, Shaped
 from numpy.typing import NDArray
 
 LEAST_RATING, LEAST_CLICKS = 4, 10
@@ -44,6 +45,8 @@ class Log:
     test: Int[np.ndarray, " c"]
     words: Int[np.ndarray, "users w"] | None = None
     """What a user says of what is wanted: a query's words, or features."""
+    names: Shaped[np.ndarray, " catalogue"] | None = None
+    """What the items are called where the log is from."""
 
     @property
     def users(self) -> int:
@@ -80,8 +83,8 @@ class Log:
 
 
 def split(
-    user: Num[np.ndarray, " rows"],
-    item: Num[np.ndarray, " rows"],
+    user: Shaped[np.ndarray, " rows"],
+    item: Shaped[np.ndarray, " rows"],
     rating: Num[np.ndarray, " rows"] | None = None,
     time: Num[np.ndarray, " rows"] | None = None,
     *,
@@ -107,12 +110,13 @@ def split(
         )
     user, item, time = user[many], item[many], time[many]
     order = np.lexsort((time, user))
-    _, items = np.unique(item[order], return_inverse=True)
+    names, items = np.unique(item[order], return_inverse=True)
     counts = counts[counts >= LEAST_CLICKS]
     # Where a click stands among all by time, so that no clock's scale matters.
     places = np.empty(len(order), np.float32)
     places[np.argsort(time[order], kind="stable")] = np.linspace(0, 1, len(order), dtype=np.float32)
-    return held(name, counts, items.astype(np.int32), places, held_out=held_out, seed=seed)
+    log = held(name, counts, items.astype(np.int32), places, held_out=held_out, seed=seed)
+    return dataclasses.replace(log, names=names)
 
 
 def held(

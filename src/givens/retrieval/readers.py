@@ -102,6 +102,7 @@ def _plain(path: Path) -> Table:
         except ValueError:
             if between or not _is_number(fields[0]):
                 return _names(path, between, 0, at)
+            _check_baskets(path, len(fields))
     elif between:
         raise ValueError(
             f"{path} must have rows of user, item, [rating], [time], or name its columns in its "
@@ -164,7 +165,6 @@ def _names(path: Path, between: str | None, skip: int, at: list[int | None]) -> 
         if values is not None and column < 2:
             if not all(values):
                 raise ValueError(f"{path} has a row without {what}")
-            values = np.unique(values, return_inverse=True)[1]
         elif values is not None:
             try:
                 values = values.astype(np.float64)
@@ -211,8 +211,8 @@ def _reviews(path: Path) -> Table:
     if not texts:
         raise ValueError(f"{path} has no rows")
     user, item, rating, time = zip(*texts, strict=True)
-    numbered = [np.unique(np.array(names), return_inverse=True)[1] for names in (user, item)]
-    return [*numbered, np.array(rating, np.float64), np.array(time, np.float64)]
+    names = (np.array(user, str), np.array(item, str))
+    return [*names, np.array(rating, np.float64), np.array(time, np.float64)]
 
 
 @contextlib.contextmanager
@@ -227,6 +227,17 @@ def _text(path: Path) -> Iterator[TextIO]:
                 yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be text in UTF-8, but is not") from error
+    except EOFError as error:
+        raise ValueError(f"{path} has lost its end") from error
+
+
+def _check_baskets(path: Path, width: int) -> None:
+    """Refuse rows of one width but for a few: those are broken, and no user's items."""
+    with _text(path) as file:
+        widths = [len(line.split()) for line in file]
+    others = [number for number, found in enumerate(widths, 1) if found not in (0, width)]
+    if others and len(others) < len(widths) / 10:
+        raise ValueError(f"{path} has rows of {width} columns, but not in line {others[0]}")
 
 
 def _is_number(field: str) -> bool:

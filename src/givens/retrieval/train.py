@@ -139,6 +139,9 @@ def finished(run: Run, quantizer: Quantizer, folder: Path | None) -> dict[str, A
             users = run.towers.user(held.asked)
         checkpoint.save_users(users, held, folder / "users.safetensors")
         quantizer.save(folder / "quantizer.safetensors")
+        if run.log.names is not None:
+            with files.replacing(folder / "items.txt") as temporary:
+                temporary.write_text("".join(f"{name}\n" for name in run.log.names), "utf-8")
         save_index(index, folder / "index.faiss", {"log": str(run.log), "step": run.best.step})
         files.write_json(folder / "results.json", results)
     return results
