@@ -368,6 +368,9 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
         (["demo", "-o", "x.npy"], "--output must be a folder, but x.npy is a file"),
         (["demo", "-o", "/proc/nowhere"], "/proc/nowhere"),
         (["inspect", "none.faiss"], "there is no file none.faiss"),
+        (["search", "good.faiss", "queries.npy", "--ids", "x.npy"], "--ids go with --rerank"),
+        (["search", "good.faiss", "queries.npy", "--candidates", "9"], "--ids go with --rerank"),
+        (["fit", "x.npy:train"], "x.npy holds one table, without a name: leave :train out"),
         (["fit", "x.npy", "--device", "meta"], "--device must be cpu or cuda"),
         (["train", "-o", "run", "--pool", "sum"], "pool must be one of"),
         (["train", "-o", "run", "--dim", "16", "--subspaces", "5"], "dim must be divisible"),
@@ -506,6 +509,20 @@ def test_interrupted_it_leaves_the_old_files(folder, how):
     assert error == told
     assert names(folder) == before
     assert (folder / "index.faiss").read_text() == "old"
+
+
+def test_interrupted_wherever_it_writes(folder, monkeypatch):
+    """Before the file is known to whoever would remove it."""
+    monkeypatch.chdir(folder)
+    before = names(folder)
+
+    def stop(*_):
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr("givens.files.fcntl.flock", stop)
+    done = main_in_process(["build", "flat.safetensors", "x.npy", "-o", "index.faiss"])
+    assert done.code == 128 + signal.SIGTERM
+    assert names(folder) == before
 
 
 @pytest.mark.parametrize("command", ["train", "fit"])

@@ -29,6 +29,8 @@ FORMAT = 1
 # Ours have a few kilobytes; what is longer is not parsed.
 HEADER_LIMIT = 1 << 20
 MOST_AXES = 8
+# Temporary files of this process, from before they are made until they are gone.
+_written: set[Path] = set()
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -143,12 +145,19 @@ def replacing(path: str | Path) -> Iterator[Path]:
         finally:
             temporary.unlink(missing_ok=True)
             os.close(descriptor)
+            _written.discard(temporary)
         _sync_folder(target.parent)
     except OSError as error:
         # The user's path, not the temporary one, and also where the system names none.
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def remove_unfinished() -> None:
+    """Remove what this process was writing, for a signal that comes when nothing else would."""
+    for temporary in _written:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, content: Any) -> None:
@@ -270,6 +279,7 @@ def _claimed(target: Path) -> tuple[Path, int]:
     """A new file beside the target, locked: the lock goes when its process does."""
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        _written.add(temporary)
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
         if sys.platform == "win32":
             return temporary, descriptor

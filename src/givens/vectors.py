@@ -65,6 +65,8 @@ def read(path: str | Path, part: str | None = None) -> Vectors:
         raise FileNotFoundError(f"there is no file {file}; looked in {file.absolute().parent}")
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is empty")
+    if name and suffix in (".npy", ".fvecs", ".bvecs", ".ivecs"):
+        raise ValueError(f"{file} holds one table, without a name: leave :{name} out")
     match suffix:
         case ".npy":
             vectors: Vectors = Mapped(_npy(file))

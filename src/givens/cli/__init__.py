@@ -7,7 +7,7 @@ import sys
 import typer
 
 import givens
-from givens import ranks
+from givens import files, ranks
 from givens.cli.build import build
 from givens.cli.demo import demo
 from givens.cli.evaluate import evaluate
@@ -63,6 +63,7 @@ def main() -> None:
     try:
         app()
     except Interrupted as error:
+        files.remove_unfinished()
         again = "run the same command again"
         if RESUMED & {*sys.argv[1:2]}:
             again += ", with --resume to go on from where its state was last saved"

@@ -45,7 +45,8 @@ def _is_givens(path: Path) -> bool:
 def _quantizer(path: Path) -> dict[str, Any]:
     header = files.read_header(path)
     if header.kind != KIND:
-        return {"file": f"givens {header.kind}", **header.metadata}
+        files.load(path, header.kind)
+        return {"file": f"givens {header.kind}, whole", **header.metadata}
     q = load(path)
     rows = {"file": "quantizer, whole", **_parts(q)}
     return {**rows, "next": f"givens build {path} VECTORS -o index.faiss"}

@@ -58,13 +58,16 @@ def search(
             if path.suffix != ".npy":
                 raise ValueError(f"{path} must end in .npy")
             out.check_output(path, index, queries, rerank or index, ids or index)
+    if rerank is None and (candidates is not None or ids is not None):
+        raise ValueError("--candidates and --ids go with --rerank")
     if output is not None and output == scores:
         raise ValueError(f"--output and --scores must be two files, but both are {output}")
     stored = open_index(index, mapped=mapped)
     asked = vectors.read(queries, "test")
     check_queries(stored.index, asked, k)
     set_nprobe(stored.index, nprobe)
-    wanted = k if rerank is None else min(candidates or 10 * k, stored.index.ntotal)
+    proposed = 10 * k if candidates is None else candidates
+    wanted = k if rerank is None else min(proposed, stored.index.ntotal)
     if wanted < k:
         raise ValueError(f"--candidates must be at least k, but got {candidates} and k={k}")
     ranker = None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from givens import kernels
+from givens import files, kernels
 from givens.baselines import optimizer_for
 from givens.paper.rows import Rows, environment
 from givens.rotation import Rotation, orthogonality_error, random_rotation
@@ -236,7 +236,8 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> None:
     axes.set_title(f"One step, ∂L/∂R to the next R\n{where}, torch {rows[0]['torch']}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=130)
+    with files.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")
     pyplot.close(figure)
 
 
