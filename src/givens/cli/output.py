@@ -87,8 +87,9 @@ def write_record(path: Path, content: dict[str, Any]) -> Path:
 def check_output(path: Path, *sources: str | Path, folder: bool = False) -> None:
     """Find out before the work whether it can be written, and not over what it is made of."""
     for source in sources:
-        for file in [] if vectors.is_remote(source) else vectors.listed(source):
-            read, _ = vectors.split(file)
+        if vectors.is_remote(source):
+            continue
+        for read in (Path(source), *(vectors.split(file)[0] for file in vectors.listed(source))):
             if path.exists() and read.exists() and path.samefile(read):
                 raise ValueError(f"--output must not be {read}, which is read")
     # A folder is written into, where it is there.
