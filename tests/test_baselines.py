@@ -90,6 +90,8 @@ def test_a_copy_keeps_the_penalty():
     expected = 4 * 0.3 * (V @ V.mT @ V - V).detach()
     again.step()
     torch.testing.assert_close(V.grad, expected)
+    again.add_param_group({"params": [torch.nn.Parameter(torch.eye(3))]})
+    assert again.param_groups[1]["weight"] == 0.3
 
 
 def test_unknown_method(unchecked):

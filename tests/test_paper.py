@@ -179,6 +179,12 @@ def test_when_has_every_case(tmp_path, monkeypatch):
     assert (tmp_path / "when.png").stat().st_size > 10_000
 
 
+def test_numbers_are_told_to_five_digits():
+    told = [rows.number(value) for value in (43347.6, 0.123456, 0.0, -2.5, np.nan, np.inf)]
+    assert told == ["43,348", "0.12346", "0.0000", "-2.5000", "nan", "inf"]
+    assert rows.number(45475.2, 1095.7) == "45,475 ± 1,096"
+
+
 def test_p_values_and_verdicts():
     base, less = (
         [{"seed": seed, "final_distortion": value} for seed, value in enumerate(values)]

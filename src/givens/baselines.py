@@ -109,6 +109,8 @@ class Penalty(Adam):
         self, params: Iterable[Any], lr: float = 1e-3, *, weight: float = 1.0, **options: Any
     ) -> None:
         super().__init__(params, lr, **options)
+        # For groups that are there, and for those that come.
+        self.defaults["weight"] = weight
         for group in self.param_groups:
             group.setdefault("weight", weight)
 

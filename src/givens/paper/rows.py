@@ -62,6 +62,8 @@ def plain_ticks(axis: Any) -> None:
 
 def number(value: float, spread: float | None = None) -> str:
     """A number to five digits, "43,348" or "0.12346"; "43,348 ± 99" with its spread."""
+    if not math.isfinite(value):
+        return f"{value}"
     digits = max(0, 4 - math.floor(math.log10(abs(value) or 1)))
     if spread is None:
         return f"{value:,.{digits}f}"
