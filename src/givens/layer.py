@@ -109,8 +109,8 @@ class IndexLayer(nn.Module):
             W = self.rotation.weight
             with torch.no_grad():
                 unit, length = normalised(v) if self.metric == "cosine" else (None, None)
-                # Laid out as in a Quantizer, so that both round alike.
-                R = W.mT.contiguous()
+                # In eval laid out as in a Quantizer, so that both round alike.
+                R = W.mT if self.training else W.mT.contiguous()
                 lists, residual = self._listed((v if unit is None else unit) @ R)
                 found = self._quantized(residual, count=self.training)
             parts = (W, self.codebooks, self.coarse, unit, length, R, *found[1:], lists)

@@ -99,6 +99,15 @@ class GCD(Optimizer):
         for W, saved in self.state.items():
             _place_step(saved, W)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        if not set_to_none or torch.compiler.is_compiling() or _is_watched(self):
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for W in group["params"]:
+                W.grad = None
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Turn every matrix that has a gradient.
 
@@ -107,17 +116,7 @@ class GCD(Optimizer):
         """
         if torch.compiler.is_compiling():
             return _untraced_step(self, closure)
-        # torch wraps every `step` to tell its profiler and hooks, which costs a fifth of a step of
-        # GCD-R at n = 512. It is done here only where there is somebody to tell.
-        if (
-            torch.autograd.profiler._is_profiler_enabled
-            or self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-        ):
-            return _told_step(self, closure)
-        return self._step(closure)
+        return _told_step(self, closure) if _is_watched(self) else self._step(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # this is how torch knows not to wrap it
 
@@ -164,6 +163,21 @@ class GCD(Optimizer):
     def _workspaces(self) -> dict[Any, Any]:
         """Buffers by matrix, made once; no part of the state."""
         return {}
+
+
+def _is_watched(optimizer: Optimizer) -> bool:
+    """Whether a profiler or hooks are to be told of a step.
+
+    torch wraps every `step` to tell them, which costs a fifth of a step of GCD-R at n = 512, and
+    `zero_grad` too; here it is done where there is somebody to tell.
+    """
+    return bool(
+        torch.autograd.profiler._is_profiler_enabled
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
 
 
 _told_step = Optimizer.profile_hook_step(GCD._step)

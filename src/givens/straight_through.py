@@ -83,15 +83,17 @@ class StraightThrough(torch.autograd.Function):
                 if length is not None:
                     along = torch.linalg.vecdot(gv, x)[:, None]
                     gv = gv.addcmul_(along, x, value=-1).div_(length)
-            if any(ctx.needs_input_grad[1:4]):
-                h = g @ W.mT
             if ctx.needs_input_grad[1]:
+                gy = torch.addmm(e, g, W.mT, beta=share)
                 # Both of W's places: φ(Y) W and x Wᵀ.
-                gW = (q.mT @ g).addmm_(torch.add(h, e, alpha=share).mT, x)
+                gW = (q.mT @ g).addmm_(gy.mT, x)
             if any(ctx.needs_input_grad[2:4]):
-                h = torch.sub(h, e, alpha=share)
+                if ctx.needs_input_grad[1]:
+                    gq = torch.sub(gy, e, alpha=2 * share)
+                else:
+                    gq = torch.addmm(e, g, W.mT, beta=-share)
             if ctx.needs_input_grad[2]:
-                gc = h.new_zeros(D * K, w).index_add_(0, at, h.view(-1, w)).view(D, K, w)
+                gc = e.new_zeros(D * K, w).index_add_(0, at, gq.view(-1, w)).view(D, K, w)
             if ctx.needs_input_grad[3]:
-                gl = h.new_zeros(centroids).index_add_(0, lists, h)
+                gl = e.new_zeros(centroids).index_add_(0, lists, gq)
         return gv, gW, gc, gl, None, None, None, None, None, None, None

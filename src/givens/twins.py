@@ -99,7 +99,7 @@ def step_fused_(
         skip = (wrong if found_inf is None else wrong | (found_inf != 0)).int()
     if not draw:
         matcher = _buffers(workspaces, Matcher, W)
-        magnitudes = matcher.magnitudes(as_stack(G if H is None else H), as_stack(rows))
+        magnitudes = matcher.magnitudes(G if H is None else H, rows)
         if group["pairing"] == "greedy":
             matcher.greedy(magnitudes, turner.pairs)
         elif overlap:

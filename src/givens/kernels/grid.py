@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -128,18 +129,47 @@ def launch(
     together: bool = True,
     **options: Any,
 ) -> None:
-    """Start a kernel; `together` if its programs wait for each other, so must all run at once."""
-    early = _follows(device)
-    if device.type == "cuda":
-        options["launch_cooperative_grid"] = together and math.prod(grid) > 1
-        options["launch_pdl"] = early
+    """Start a kernel; `together` if its programs wait for each other, so must all run at once.
+
+    To find the compiled one for its arguments, Triton takes longer than most of these kernels run.
+    What it has found is kept by all that it looks at: types, alignments, the values of integers.
+    """
+    kinds = [
+        (a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a if type(a) is int else type(a)
+        for a in arguments
+    ]
+    key = (id(kernel), grid, device, together, *kinds, *options, *options.values())
     with on(device):
-        kernel[grid](*arguments, **options, EARLY=early)
+        if key in _found:
+            run, constants = _found[key]
+            run(*arguments, *constants)
+            return
+        names = kernel.arg_names[len(arguments) :]
+        if "EARLY" in names:
+            options["EARLY"] = _follows(device)
+        if device.type == "cuda":
+            options["launch_cooperative_grid"] = together and math.prod(grid) > 1
+            options["launch_pdl"] = options.get("EARLY", False)
+        compiled = kernel[grid](*arguments, **options)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            _found[key] = compiled[(*grid, 1, 1)[:3]], [options[name] for name in names]
+
+
+# What runs a compiled kernel on its grid, and its constants.
+_found: dict[Any, tuple[Callable[..., None], list[Any]]] = {}
+
+
+def power_of_2(least: int) -> int:
+    """The first power of two from a number on; Triton's own takes as long as an operation."""
+    return 1 << (least - 1).bit_length()
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Make a device the current one: Triton launches there, wherever its arguments are."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def counters(device: torch.device, groups: int = 1) -> Tensor:

@@ -25,6 +25,7 @@ from givens.kernels.grid import (
     follow,
     hashed,
     launch,
+    power_of_2,
     programs_at_once,
     unhashed,
 )
@@ -333,7 +334,7 @@ class Matcher:
         self.n, self.batch = n, W.numel() // n**2
         # With n odd, belief propagation has one axis more.
         count = n + n % 2
-        self.block = max(16, triton.next_power_of_2(n))
+        self.block = max(16, power_of_2(n))
         self.warps = 8 if n <= 1024 else 16
         most = 2048 if n <= 1024 else 16384
         self.rows: int = max(1, min(8, most // self.block))
@@ -348,7 +349,8 @@ class Matcher:
         self.worths = torch.empty(self.batch, dtype=torch.float64, device=device)
         # lists, listed, pointers, partners and lefts of each group.
         rows = LISTED + 4
-        self.scratch = torch.empty(rows, self.groups * count, dtype=torch.int32, device=device)
+        scratch = torch.empty(rows, self.groups * count, dtype=torch.int32, device=device)
+        self.scratch = scratch.split([LISTED, 1, 2, 1])
         self.lefts = torch.empty(self.groups, dtype=torch.int32, device=device)
         self.waiting = counters(device, self.groups)
 
@@ -365,7 +367,7 @@ class Matcher:
     def magnitudes(self, H: Tensor, W: Tensor) -> Tensor:
         """|H Wᵀ − W Hᵀ|, up to TF32, in a buffer that the next call overwrites."""
         side, depth = (64, 32) if self.n <= 1024 else (128, 32)
-        tiles = triton.cdiv(self.n, side)
+        tiles = -(-self.n // side)
         launch(
             magnitudes_kernel, (tiles, tiles, self.batch), W.device,
             H, W, self.product, self.n, SIDE=side, DEPTH=depth, num_warps=4 if side < 128 else 8,
@@ -388,7 +390,7 @@ class Matcher:
             S, self.units, self.prices, self.bidders, self.peaks, self.waiting,
             self.batch, self.n, count, self.members,
             BELIEFS=BELIEFS, HELD=self.members * self.rows >= count,
-            ROWS=self.rows, BLOCK=max(self.block, triton.next_power_of_2(count)),
+            ROWS=self.rows, BLOCK=max(self.block, power_of_2(count)),
             num_warps=self.warps,
         )  # fmt: skip
         self._match(S, pairs, PRICED, count)
@@ -396,13 +398,13 @@ class Matcher:
             self._match(S, pairs, EXCHANGED, count // 2)
 
     def _match(self, S: Tensor, pairs: Tensor, value: tl.constexpr, count: int) -> None:
-        lists, listed, pointers, partners = self.scratch.split([LISTED, 1, 2, 1])
+        lists, listed, pointers, partners = self.scratch
+        block = max(16, power_of_2(count))
         launch(
             match_kernel, (self.groups * self.members,), S.device,
             S, self.units, self.prices, self.bidders, self.worths, lists, listed, self.lefts,
             pointers, partners, pairs, self.waiting, self.batch, self.n, count, self.members,
-            VALUE=value.value, ROWS=self.rows, BLOCK=max(16, triton.next_power_of_2(count)),
-            TILE=min(TILE, max(16, triton.next_power_of_2(count))), LISTED=LISTED,
+            VALUE=value.value, ROWS=self.rows, BLOCK=block, TILE=min(TILE, block), LISTED=LISTED,
             num_warps=self.warps,
             # Fused, the value of (i, j) and of (j, i) could differ by a rounding.
             enable_fp_fusion=False,

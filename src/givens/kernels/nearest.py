@@ -7,12 +7,14 @@ cores, each float32 as the sum of three TF32 numbers, which keeps the precision 
 X (count, subspaces·width), C (subspaces, codewords, width) → codes (count, subspaces).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from givens.kernels.grid import on
+from givens.kernels.grid import launch, power_of_2
 
 # The widest sub-vector: a program holds it whole.
 WIDEST = 256
@@ -104,11 +106,9 @@ def nearest(X: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
 
     The codes are uint8 where K ≤ 256.
     """
-    (grid, sizes, shape), codes = _launch(X, codebooks), _codes(X, codebooks)
+    codes = _codes(X, codebooks)
     distances = torch.empty(codes.shape, dtype=torch.float32, device=X.device)
-    parts = (X.contiguous(), codebooks.contiguous(), codes, distances)
-    with on(X.device):
-        nearest_kernel[grid](*parts, *sizes, **shape)
+    _launch(nearest_kernel, X, codebooks, codes, distances)
     return codes, distances
 
 
@@ -119,13 +119,11 @@ def quantize(
 
     Codewords are NaN where X is not finite. Every code adds its share to the usage (D, K).
     """
-    (grid, sizes, shape), codes = _launch(X, codebooks), _codes(X, codebooks)
-    X = X.contiguous()
+    codes, X = _codes(X, codebooks), X.contiguous()
     places = torch.empty(codes.numel(), dtype=torch.int32, device=X.device)
     words, errors = torch.empty_like(X), torch.empty_like(X)
-    parts = (X, codebooks.contiguous(), codes, places, words, errors, usage, share)
-    with on(X.device):
-        quantize_kernel[grid](*parts, *sizes, COUNTED=usage is not None, **shape)
+    parts = (codes, places, words, errors, usage, share)
+    _launch(quantize_kernel, X, codebooks, *parts, COUNTED=usage is not None)
     return codes, places, words, errors
 
 
@@ -134,12 +132,13 @@ def _codes(X: Tensor, codebooks: Tensor) -> Tensor:
     return torch.empty(len(X), D, dtype=torch.uint8 if K <= 256 else torch.int64, device=X.device)
 
 
-def _launch(
-    X: Tensor, codebooks: Tensor
-) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
-    """The grid, the sizes, and how much a program holds."""
+def _launch(kernel: Any, X: Tensor, codebooks: Tensor, *parts: Any, **constants: bool) -> None:
     D, K, w = codebooks.shape
-    depth = max(16, triton.next_power_of_2(w))
+    depth = max(16, power_of_2(w))
     rows = 128 if depth <= 64 else 64
-    shape = {"ROWS": rows, "WORDS": 64, "DEPTH": depth, "num_warps": 4, "num_stages": 2}
-    return (triton.cdiv(len(X), rows), D), (len(X), D, K, w), shape
+    grid = -(-len(X) // rows), D
+    launch(
+        kernel, grid, X.device,
+        X.contiguous(), codebooks.contiguous(), *parts, len(X), D, K, w,
+        **constants, ROWS=rows, WORDS=64, DEPTH=depth, num_warps=4, num_stages=2, together=False,
+    )  # fmt: skip

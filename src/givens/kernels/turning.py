@@ -18,6 +18,7 @@ from givens.kernels.grid import (
     follow,
     launch,
     permuted,
+    power_of_2,
     programs_at_once,
     shuffle_bits,
     stream_key,
@@ -422,15 +423,15 @@ class Turner:
         self.batch = W.numel() // n**2
         self.items = (n + 1) // 2
         total = self.batch * self.items
-        self.block = min(triton.next_power_of_2(n), WIDE)
+        self.block = min(power_of_2(n), WIDE)
         # One program on each processor holds its pairs in registers; or two go over theirs twice.
         at_once = programs_at_once(device, 1, total)
-        self.many = triton.next_power_of_2(triton.cdiv(total, at_once))
+        self.many = power_of_2(triton.cdiv(total, at_once))
         self.held = n <= self.block and self.many * self.block <= HELD
         self.programs = triton.cdiv(total, self.many)
         if not self.held:
             self.programs = programs_at_once(device, 2 if n <= WIDE else 1, total)
-            self.many = triton.next_power_of_2(triton.cdiv(total, self.programs))
+            self.many = power_of_2(triton.cdiv(total, self.programs))
         held = self.many * self.block if self.held else HELD
         self.warps = max(1, min(8, held // 256))
         self.pairs = torch.empty(self.batch, self.items, 2, dtype=torch.int32, device=device)
@@ -456,7 +457,7 @@ class Turner:
         launch(
             blend_kernel, (self.programs,), H.device,
             H, G, self.flags, self.skip, found_inf, self.waiting, H.numel(), weight,
-            SKIP=found_inf is not None, ALL=triton.next_power_of_2(self.programs), BLOCK=2048,
+            SKIP=found_inf is not None, ALL=power_of_2(self.programs), BLOCK=2048,
         )  # fmt: skip
 
     def descend(
@@ -490,7 +491,7 @@ class Turner:
             RATE_ON_DEVICE=isinstance(lr, Tensor), SIGN=1 if maximize else -1,
             BETA2=betas[1], LOG_BETA1=_log(betas[0]), LOG_BETA2=_log(betas[1]),
             HELD=self.held and not overlap, BLOCK=self.block,
-            ALL=triton.next_power_of_2(self.items), MANY=self.many, BITS=drawn,
+            ALL=power_of_2(self.items), MANY=self.many, BITS=drawn,
             TIDY_BITS=shuffle_bits(n), num_warps=self.warps,
         )  # fmt: skip
         if overlap:

@@ -85,8 +85,7 @@ def as_indexed(
     Where two codewords are equally near within rounding, Faiss may have taken the other one; that
     it took one that is farther is an error.
     """
-    codes = index.sa_encode(items.detach().cpu().numpy())
-    served = torch.from_numpy(index.sa_decode(codes)).to(items.device)
+    served = torch.from_numpy(index.reconstruct_n(0, index.ntotal)).to(items.device)
     other = (served - decoded).abs().amax(1) > CLOSE
     ours, theirs = ((items - vectors).square().sum(1)[other] for vectors in (decoded, served))
     # Written so that NaN is refused too.
