@@ -179,7 +179,7 @@ def suited(log: Log, *, small: bool = False, **options: Any) -> Config:
         chosen["negatives"] = SHARED
         if log.catalogue > LARGE:
             chosen |= {"batch": 4096, "warmup": 3000, "steps": 1000}
-            chosen |= {"lr": 2e-2, "joint_lr": 5e-3, "every": 500}
+            chosen |= {"lr": 2e-2, "joint_lr": 5e-3, "every": 200}
     chosen |= {name: value for name, value in options.items() if value is not None}
     return Config(**chosen)
 
