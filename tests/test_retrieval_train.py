@@ -1,11 +1,13 @@
 """Whole runs in small: what is learned, what is kept, and what a kill leaves."""
 
 import dataclasses
+import gc
 import json
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from typing import get_args
 
 import numpy as np
@@ -172,6 +174,23 @@ def test_methods_share_a_warm_up(log, tmp_path):
     again = train(log, changed(method="frozen"), towers=towers)
     assert again.rows == [row for row in whole.rows if row["phase"] == "joint"]
     assert again.results == whole.results
+
+
+def test_a_run_leaves_nothing_behind(log):
+    """Its towers and optimizers may be gigabytes, which the next run needs."""
+    gc.disable()
+    try:
+        run = Run(log, changed(warmup=2, steps=2))
+        while run.step < 4:
+            if run.step == 2:
+                run.look()
+                run.begin_joint()
+            run.advance()
+        gone = weakref.ref(run)
+        del run
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_of_many_items_a_step_moves_those_it_sees(log, monkeypatch):

@@ -18,6 +18,7 @@ Procrustes keep the codewords where they are and use T alone.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -154,12 +155,12 @@ def turn_best_(
     again = None
     if method == "gcd-greedy" and kernels.choose(W) == "triton":
         # It waits for nothing, and asks for nothing but W and Z, which stay where they are.
-        again = Replay(lambda: once(step), W.device)
+        again = Replay(W.device)
     for s in range(step, step + steps):
         if again is None:
             once(s)
         else:
-            again()
+            again(partial(once, s))
         _tidy_(W, seed, s)
 
 

@@ -15,26 +15,27 @@ Recorded = tuple[torch.cuda.CUDAGraph, list[Tensor | None], Tensor]
 class Replay:
     """Calls of a function of tensors: plain ones at first, then one recording, then its replays.
 
-    The function gives one tensor and waits for nothing. Shapes must not change.
+    The function gives one tensor and waits for nothing. It comes with every call, always the same:
+    kept here, it could keep alive who keeps this. Shapes must not change.
     """
 
-    def __init__(self, function: Callable[..., Tensor], device: torch.device) -> None:
-        self.function, self.device = function, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.calls = 0
         self.stream = torch.cuda.Stream(device)
         self.recorded: Recorded | None = None
 
-    def __call__(self, *inputs: Tensor | None) -> Tensor:
+    def __call__(self, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
         """What the function gives for the inputs."""
         with torch.cuda.device(self.device):
-            return self._called(inputs)
+            return self._called(function, inputs)
 
-    def _called(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
+    def _called(self, function: Callable[..., Tensor], inputs: tuple[Tensor | None, ...]) -> Tensor:
         self.calls += 1
         if self.calls <= PLAIN:
-            return self._plainly(inputs)
+            return self._plainly(function, inputs)
         if self.recorded is None:
-            self.recorded = self._record(inputs)
+            self.recorded = self._record(function, inputs)
         graph, places, output = self.recorded
         for place, new in zip(places, inputs, strict=True):
             if place is not None and new is not None:
@@ -42,18 +43,22 @@ class Replay:
         graph.replay()
         return output.clone()
 
-    def _plainly(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
+    def _plainly(
+        self, function: Callable[..., Tensor], inputs: tuple[Tensor | None, ...]
+    ) -> Tensor:
         # On the stream of the recording: a gradient is added up where it was made first.
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            output = self.function(*inputs)
+            output = function(*inputs)
         current.wait_stream(self.stream)
         return output
 
-    def _record(self, inputs: tuple[Tensor | None, ...]) -> Recorded:
+    def _record(
+        self, function: Callable[..., Tensor], inputs: tuple[Tensor | None, ...]
+    ) -> Recorded:
         places = [None if part is None else part.clone() for part in inputs]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
-            output = self.function(*places)
+            output = function(*places)
         return graph, places, output

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +84,8 @@ class Run:
         # Losses that were not looked at yet: looking waits for the device.
         self.pending: list[Tensor] = []
         self.turned_from = self.layer.rotation.matrix.detach().clone()
-        self.learn: Callable[..., Tensor] = self.update
+        # Records a step, where it can be.
+        self.replay: Replay | None = None
         self.optimizers = self.learners(joint=False)
 
     @property
@@ -138,7 +138,7 @@ class Run:
             if recorded:
                 # A recorded step reads it where it is.
                 group["lr"] = torch.tensor(group["lr"], device=self.device)
-        self.learn = Replay(self.update, self.device) if recorded else self.update
+        self.replay = Replay(self.device) if recorded else None
         return optimizers
 
     def adopt(self, towers: dict[str, Tensor]) -> None:
@@ -180,7 +180,9 @@ class Run:
         asked = self.examples.kept(asked, c.dropout)
         mine = asked[ranks.rows(c.batch)]
         drawn = None if c.negatives is None else self.examples.uniform(c.negatives)
-        self.pending.append(self.learn(mine.history, mine.words, target, drawn))
+        batch = (mine.history, mine.words, target, drawn)
+        losses = self.replay(self.update, *batch) if self.replay else self.update(*batch)
+        self.pending.append(losses)
         self.step += 1
 
     def update(
