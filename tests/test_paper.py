@@ -1,5 +1,6 @@
 """The paper's figures in small: rows that mean something, pictures from rows, bad input."""
 
+import dataclasses
 import json
 import re
 
@@ -9,7 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from givens.cli import app
-from givens.paper import fig2, fig4, joint, rows, table1
+from givens.paper import fig2, fig3, fig4, joint, rows, table1
+from givens.retrieval.config import Config
 
 
 def test_fig4_measures_checks_and_draws(tmp_path):
@@ -202,9 +204,33 @@ def test_p_values_and_verdicts():
     more = [*base, {"seed": 99, "final_distortion": 1e9}]
     assert joint.verdict(less, more, joint.distortion, lower=True) == told
     assert joint.verdict(base, less, joint.distortion, lower=True).startswith("does not hold")
-    assert joint.verdict(less[:1], base[:1], joint.distortion, lower=True).startswith("not shown")
+    one = joint.verdict(less[:1], base, joint.distortion, lower=True)
+    assert re.fullmatch(r"not shown \(-\d+\.\d\d %, one seed\)", one), one
     assert np.isnan(joint.p_value([1.0, 1.0], [1.0, 1.0]))
     assert table1.PAPER["MovieLens"]["gcd-steepest"] == (7.94, 36.35)
+
+
+@pytest.mark.parametrize(("change", "ticks"), [(0.997, "-0.3"), (1.4, "+20")])
+def test_fig3_shows_small_and_large_differences(tmp_path, monkeypatch, change, ticks):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+    monkeypatch.setattr(fig3, "save_picture", lambda _, figure, *__: drawn.append(figure))
+    about = {"name": "log", "bytes": 16, "gpu": "", "threads": 2, "steps": [0, 100]}
+    about["config"] = dataclasses.asdict(Config())
+    made = [("frozen", 0, 1.0), ("frozen", 1, 1.0), ("gcd-greedy", 1, change)]
+    curves = [
+        {**about, "method": m, "seed": s, "distortion": [0.5, 0.5 * c], "final_distortion": 0.5 * c}
+        for m, s, c in made
+    ]
+    fig3.plot(pyplot, curves, tmp_path / "fig3.png")
+    drawn[0].canvas.draw()
+    left, right = drawn[0].axes
+    shown = [tick.get_text() for tick in right.get_yticklabels()]
+    assert ticks in shown
+    assert "0" in shown
+    names = [text.get_text() for text in left.get_legend().get_texts()]
+    assert names == ["frozen (the baseline)", "GCD-G, 1 seed"]
+    pyplot.close(drawn[0])
 
 
 def test_rows_that_are_none(tmp_path):

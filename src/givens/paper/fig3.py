@@ -5,13 +5,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from givens.paper.joint import METHODS, NAMES, Runs, distortion, of, verdict
+from givens.paper.joint import METHODS, NAMES, Runs, distortion, named, of, verdict
 from givens.paper.rows import Rows, plain_ticks, save_picture
 from givens.retrieval.config import Config
 from givens.retrieval.data import Log
 
 CURVES = tuple(method for method in METHODS if method != "post-hoc")
-# In percent, close to 0 and far from it.
+# In percent, close to 0 and far from it; nearer than this the axis is even.
+NEAR = 10
 TICKS = (-50, -20, -10, -5, 0, 5, 10, 20, 50, 100, 200, 500)
 
 
@@ -43,7 +44,7 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
         for axes, curves in zip(panels, ([row["distortion"] for row in mine], away), strict=True):
             looks = list(zip(*curves, strict=True))
             mean = [statistics.mean(values) for values in looks]
-            axes.plot(mine[0]["steps"], mean, style, color=color, label=NAMES[method])
+            axes.plot(mine[0]["steps"], mean, style, color=color, label=named(mine, rows))
             low, high = ([f(values) for values in looks] for f in (min, max))
             axes.fill_between(mine[0]["steps"], low, high, alpha=0.1, color=color)
     about = rows[0]
@@ -52,11 +53,14 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     panels[0].set_yscale("log")
     plain_ticks(panels[0].yaxis)
     panels[1].set(xlabel="joint step", ylabel="%", title="against the baseline of the same seed")
-    # One method far off must not flatten the others.
-    panels[1].set_yscale("symlog", linthresh=10)
     shown = panels[1].get_ylim()
-    panels[1].set_yticks(TICKS, [f"{tick:+}" if tick else "0" for tick in TICKS])
-    panels[1].set_ylim(shown)
+    if max(map(abs, shown)) > NEAR:
+        # One method far off must not flatten the others.
+        panels[1].set_yscale("symlog", linthresh=NEAR)
+        shown = panels[1].get_ylim()
+        panels[1].set_yticks(TICKS)
+        panels[1].set_ylim(shown)
+    panels[1].yaxis.set_major_formatter(lambda tick, _: f"{tick:+g}" if tick else "0")
     for axes in panels:
         axes.grid(alpha=0.3)
     panels[0].legend(frameon=False, fontsize=8)

@@ -136,6 +136,14 @@ def of(rows: Iterable[dict[str, Any]], **labels: Any) -> Rows:
     return [row for row in rows if all(row.get(name) == value for name, value in labels.items())]
 
 
+def named(mine: Rows, rows: Rows) -> str:
+    """The name of the method of some rows, with their seeds where there are more among all."""
+    name, count = NAMES[mine[0]["method"]], len({row["seed"] for row in mine})
+    if count == len({row["seed"] for row in rows}):
+        return name
+    return f"{name}, {count} seed{'s' * (count > 1)}"
+
+
 def recall(row: dict[str, Any]) -> float:
     """recall@100 of the test users by the index."""
     return float(row["results"]["index"]["recall@100"])
@@ -165,10 +173,11 @@ def verdict(
         return "not shown (no seed has both)"
     first, second = ([values[seed] for seed in both] for values in (ours, theirs))
     change = statistics.mean(first) - statistics.mean(second)
-    p = p_value(first, second)
-    told = f"{100 * change / statistics.mean(second):+.2f} %, p = {p:.2g}"
+    told = f"{100 * change / statistics.mean(second):+.2f} %"
+    if len(both) == 1:
+        return f"not shown ({told}, one seed)"
     p = paired_p_value(first, second)
-    told += f", seed by seed p = {p:.2g}"
+    told += f", p = {p_value(first, second):.2g}, seed by seed p = {p:.2g}"
     word = "not shown"
     if p < SIGNIFICANT:
         word = "holds" if (change < 0) == lower else "does not hold"

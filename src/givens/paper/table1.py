@@ -1,6 +1,7 @@
 """Table 1: precision@100 and recall@100 of trained indexes, with p-values against the baseline."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from givens.paper.joint import (
     NAMES,
     Runs,
     distortion,
+    named,
     of,
     p_value,
     precision,
@@ -70,10 +72,7 @@ def table(rows: Rows, log: Log) -> list[str]:
         lines += ["| | p@100 % | p | r@100 % | p | distortion | p | the paper's p@100, r@100 |"]
         lines += ["|---|---|---|---|---|---|---|---|"]
         for method in (method for method in METHODS if of(mine, method=method)):
-            cells = [NAMES[method]]
-            count = len(of(mine, method=method))
-            if count < len({row["seed"] for row in rows}):
-                cells = [f"{NAMES[method]}, {count} seed{'s' * (count > 1)}"]
+            cells = [named(of(mine, method=method), rows)]
             for value, scale in ((precision, 100), (recall, 100), (distortion, 1)):
                 cells += _cells(mine, method, value, scale)
             said = paper.get(method)
@@ -127,12 +126,14 @@ def paper_set(log: Log) -> str:
 
 def _cells(rows: Rows, method: str, value: Callable[[Row], float], scale: float) -> list[str]:
     mine, base = ([value(row) for row in of(rows, method=kind)] for kind in (method, "frozen"))
-    p = "" if method == "frozen" else f"{p_value(mine, base):.3g}"
-    return [_mean(mine, scale), p]
+    p = p_value(mine, base)
+    return [_mean(mine, scale), "" if method == "frozen" or math.isnan(p) else f"{p:.3g}"]
 
 
 def _mean(values: list[float], scale: float) -> str:
-    mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-    if scale == 1:
-        return f"{mean:.4g} ± {spread:.2g}"
-    return f"{scale * mean:.2f} ± {scale * spread:.2f}"
+    mean = scale * statistics.mean(values)
+    told = f"{mean:.4g}" if scale == 1 else f"{mean:.2f}"
+    if len(values) == 1:
+        return told
+    spread = scale * statistics.stdev(values)
+    return f"{told} ± {spread:.2g}" if scale == 1 else f"{told} ± {spread:.2f}"
