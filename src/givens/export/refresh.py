@@ -11,7 +11,7 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from givens.export.faiss import from_faiss, replace_parts
+from givens.export.faiss import from_faiss, packed, replace_parts
 from givens.quantizer import Codes, Quantizer
 
 Integers = npt.NDArray[np.int64]
@@ -84,9 +84,8 @@ def _held(index: Any, core: Any) -> Held:
 
 
 def _packed(codes: Codes, ids: Integers, core: Any) -> Held:
-    fine = codes.fine.cpu().numpy().astype(np.int32)
     lists = np.zeros(len(ids), np.int64) if codes.coarse is None else codes.coarse.cpu().numpy()
-    return Held(ids, faiss.pack_bitstrings(fine, core.pq.nbits), lists)
+    return Held(ids, packed(codes.fine, core.pq.nbits), lists)
 
 
 def _write_to_lists(core: Any, fresh: Held) -> None:

@@ -154,7 +154,7 @@ def measured(run: Run, quantizer: Quantizer) -> tuple[Any, dict[str, Any]]:
 
     held = run.examples.held(run.log.test)
     users, items = run.towers.user(held.asked), run.towers.item()
-    index = to_faiss(quantizer, items.cpu())
+    index = to_faiss(quantizer, items)
     decoded = evaluate.as_indexed(index, items, quantizer.decode(quantizer.encode(items)))
     k = min(max(evaluate.KS), run.log.catalogue)
     rankings = {
