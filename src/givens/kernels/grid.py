@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,32 +131,39 @@ def launch(
     """Start a kernel; `together` if its programs wait for each other, so must all run at once.
 
     To find the compiled one for its arguments, Triton takes longer than most of these kernels run.
-    What it has found is kept by all that it looks at: types, alignments, the values of integers.
+    What it has found is kept by all that it looks at.
     """
-    kinds = [
-        (a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a if type(a) is int else type(a)
-        for a in arguments
-    ]
-    key = (id(kernel), grid, device, together, *kinds, *options, *options.values())
+    together = together and math.prod(grid) > 1
+    kinds = map(_kind, arguments)
+    key = (kernel.fn, device, together, *kinds, *options, *options.values())
     with on(device):
         if key in _found:
-            run, constants = _found[key]
-            run(*arguments, *constants)
+            compiled, constants = _found[key]
+            compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
             return
         names = kernel.arg_names[len(arguments) :]
         if "EARLY" in names:
             options["EARLY"] = _follows(device)
         if device.type == "cuda":
-            options["launch_cooperative_grid"] = together and math.prod(grid) > 1
+            options["launch_cooperative_grid"] = together
             options["launch_pdl"] = options.get("EARLY", False)
         compiled = kernel[grid](*arguments, **options)
         # The interpreter compiles nothing.
         if compiled is not None:
-            _found[key] = compiled[(*grid, 1, 1)[:3]], [options[name] for name in names]
+            _found[key] = compiled, [options[name] for name in names]
 
 
-# What runs a compiled kernel on its grid, and its constants.
-_found: dict[Any, tuple[Callable[..., None], list[Any]]] = {}
+# Compiled kernels, and their constants in order.
+_found: dict[Any, tuple[Any, list[Any]]] = {}
+
+
+def _kind(argument: Any) -> Any:
+    """What Triton compiles for: types, which pointers and numbers 16 divides, which number is 1."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if type(argument) is int:
+        return argument == 1 or (argument % 16 == 0, argument.bit_length() > 31)
+    return type(argument)
 
 
 def power_of_2(least: int) -> int:
