@@ -94,7 +94,7 @@ def build(
         f"Indexed {N:,} vectors of {q.dim} in {spent:.1f} s: {q}\n"
         f"Written: {output} ({out.size(output)}, {size / N:.1f} bytes a vector)"
         f"{'' if shards else f', {output}.json'}\n"
-        f"Next: givens search {output} QUERIES -k 10"
+        f"Next: {out.command('givens', 'search', output, 'QUERIES', '-k', 10)}"
     )
 
 

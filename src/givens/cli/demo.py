@@ -70,12 +70,13 @@ def demo(
     _show(runs, 4 * config.dim)
     for line in findings(entries):
         typer.echo(f"• {line}")
-    index = output / "gcd-greedy"
+    run = output / "gcd-greedy"
+    asked = f"{run}/users.safetensors:queries"
     typer.echo(
         f"Written in {time.perf_counter() - began:.0f} s: {output}/report.html and the runs "
         f"{', '.join(f'{output}/{method}' for method in METHODS)}, each with an index.faiss\n"
         f"Next: open {output}/report.html in a browser, or\n"
-        f"      givens search {index}/index.faiss {index}/users.safetensors:queries -k 10"
+        f"      {out.command('givens', 'search', run / 'index.faiss', asked, '-k', 10)}"
     )
 
 

@@ -89,12 +89,14 @@ def evaluate(
         _plot(pyplot, rows, ks, written[1])
     for line in _table(rows, ks):
         typer.echo(line)
-    typer.echo(f"Bytes a vector: {code} of code, {whole:.1f} of file")
+    coded = "" if code is None else f"{code} of code, "
+    typer.echo(f"Bytes a vector: {coded}{whole:.1f} of file")
     typer.echo(f"Written: {', '.join(map(str, written))}")
     most = rows[-1][f"recall@{ks[-1]}"]
     enough = next(row for row in rows if row[f"recall@{ks[-1]}"] >= ENOUGH * most)
-    nprobe = "" if lists is None else f" --nprobe {enough['nprobe']}"
-    typer.echo(f"Next: givens search {index} {queries}{nprobe} --rerank VECTORS, for more recall")
+    nprobe = () if lists is None else ("--nprobe", enough["nprobe"])
+    again = out.command("givens", "search", index, queries, *nprobe, "--rerank", "VECTORS")
+    typer.echo(f"Next: {again}, for more recall")
 
 
 def recall(found: npt.NDArray[Any], truth: npt.NDArray[Any], k: int) -> float:

@@ -115,7 +115,7 @@ def fit(
         + f"\nDistortion: {error:.5g}, {100 * error / norm:.1f} % of the mean squared norm, on "
         f"{min(len(x), MEASURED):,} vectors\n"
         f"Written: {output} ({out.size(output)}), {output}.json\n"
-        f"Next: givens build {output} VECTORS -o index.faiss"
+        f"Next: {out.command('givens', 'build', output, 'VECTORS', '-o', 'index.faiss')}"
     )
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from givens import files, vectors
+from givens.cli.output import command
 from givens.cli.search import open_index
 from givens.quantizer import KIND, Quantizer, load
 
@@ -49,7 +50,7 @@ def _quantizer(path: Path) -> dict[str, Any]:
         return {"file": f"givens {header.kind}, whole", **header.metadata}
     q = load(path)
     rows = {"file": "quantizer, whole", **_parts(q)}
-    return {**rows, "next": f"givens build {path} VECTORS -o index.faiss"}
+    return {**rows, "next": command("givens", "build", path, "VECTORS", "-o", "index.faiss")}
 
 
 def _index(path: Path) -> dict[str, Any]:
@@ -62,12 +63,17 @@ def _index(path: Path) -> dict[str, Any]:
     rows = {
         "file": f"{form} ({type(index).__name__}), {whole}",
         "vectors": f"{index.ntotal:,}",
-        "bytes a vector": f"{code_size(index)} of code",
     }
+    if (code := code_size(index)) is not None:
+        rows["bytes a vector"] = f"{code} of code"
     if lists is not None:
         rows["lists"] = f"{lists.nlist:,}, imbalance {lists.invlists.imbalance_factor():.2f}"
-    rows |= _parts(from_faiss(index))
-    if stored.record is not None:
+    try:
+        rows |= _parts(from_faiss(index))
+    except ValueError as error:
+        # Faiss has more kinds of index; it can be searched all the same.
+        rows["quantizer"] = f"none ({error})"
+    if stored.record is not None and "fingerprint" in rows:
         belongs = stored.record.get("fingerprint") == rows["fingerprint"]
         beside = MANIFEST if path.is_dir() else f"{path.name}.json"
         rows["record"] = beside + ("" if belongs else ", of another quantizer")
@@ -76,7 +82,7 @@ def _index(path: Path) -> dict[str, Any]:
             for name in ("seed", "written")
             if stored.record.get(name) is not None
         }
-    return {**rows, "next": f"givens search {path} QUERIES -k 10"}
+    return {**rows, "next": command("givens", "search", path, "QUERIES", "-k", 10)}
 
 
 def _vectors(file: str) -> dict[str, Any]:
@@ -86,7 +92,7 @@ def _vectors(file: str) -> dict[str, Any]:
         "vectors": f"{len(x):,}",
         "dimension": x.shape[1],
         "type": x.dtype,
-        "next": f"givens fit {file} -o q.safetensors",
+        "next": command("givens", "fit", file, "-o", "q.safetensors"),
     }
 
 

@@ -2,6 +2,7 @@
 
 import datetime
 import platform
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,11 @@ import givens
 from givens import files, vectors
 
 Engine = Literal["local", "ray"]
+
+
+def command(*words: object) -> str:
+    """A command to go on with, as a shell takes it."""
+    return shlex.join(map(str, words))
 
 
 @contextmanager

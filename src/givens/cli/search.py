@@ -110,7 +110,8 @@ def search(
         typer.echo("Next: the same with -o neighbours.npy, for all of them")
     else:
         typer.echo(f"Written: {output}, {output}.json")
-        typer.echo(f"Next: givens evaluate {index} {queries} --groundtruth FILE")
+        again = out.command("givens", "evaluate", index, queries, "--groundtruth", "FILE")
+        typer.echo(f"Next: {again}")
 
 
 def open_index(path: Path, *, mapped: bool = False) -> Any:

@@ -138,7 +138,8 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
         f"Written in {spent:.0f} s: {output}/ (config.json, metrics.jsonl, results.json, "
         f"towers.safetensors, quantizer.safetensors, {'' if data is None else 'items.txt, '}"
         f"index.faiss of {out.size(index)})\n"
-        f"Next: givens report {output} -o report.html, tensorboard --logdir {output}"
+        f"Next: {out.command('givens', 'report', output, '-o', 'report.html')}, "
+        f"{out.command('tensorboard', '--logdir', output)}"
     )
 
 

@@ -257,10 +257,15 @@ def inverted(index: Any) -> Any:
     return core if hasattr(core, "nlist") else None
 
 
-def code_size(index: Any) -> int:
-    """Bytes of a vector's code."""
+def code_size(index: Any) -> int | None:
+    """Bytes of a vector's code; None where an index has none, as a graph."""
     core = _core(index)
-    return int(core.pq.code_size if hasattr(core, "pq") else index.sa_code_size())
+    if hasattr(core, "pq"):
+        return int(core.pq.code_size)
+    try:
+        return int(index.sa_code_size())
+    except RuntimeError:
+        return None
 
 
 def _check_kind(q: Quantizer, kind: str) -> None:
