@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import givens
-from givens import vectors
+from givens import formats
 from givens.fixed import METHODS, Progress, eigen_allocation, fit
 from givens.sample import Sample
 
@@ -146,7 +146,7 @@ def test_coarse_centroids_leave_residuals(metric):
 
 
 def test_a_file_is_never_read_whole(monkeypatch):
-    class Reader(vectors.File):
+    class Reader(formats.File):
         def __init__(self, x):
             self.x, self.shape, self.dtype, self.most = x, x.shape, x.dtype, 0
 

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from givens import vectors
+from givens import formats, vectors
 
 FLOATS = np.random.default_rng(0).standard_normal((50, 6)).astype(np.float32)
 BYTES = np.random.default_rng(0).integers(0, 256, (50, 6)).astype(np.uint8)
@@ -53,7 +53,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_slices_and_rows_of_every_format(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(vectors, "SLAB", 8)
+    monkeypatch.setattr(formats, "SLAB", 8)
     path = tmp_path / name
     WRITERS[name](path)
     x = vectors.read(path, "train")

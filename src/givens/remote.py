@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from givens.vectors import SUFFIXES, Array, File, Parquet, Vectors, gathered
+from givens.formats import Array, File, Parquet, gathered
+from givens.vectors import SUFFIXES, Vectors
 
 RANGED = (".npy", ".fvecs", ".bvecs", ".ivecs", ".parquet")
 
