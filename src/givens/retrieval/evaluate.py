@@ -87,7 +87,9 @@ def as_indexed(
     """
     served = torch.from_numpy(index.reconstruct_n(0, index.ntotal)).to(items.device)
     other = (served - decoded).abs().amax(1) > CLOSE
-    ours, theirs = ((items - vectors).square().sum(1)[other] for vectors in (decoded, served))
+    ours, theirs = (
+        (items[other] - vectors[other]).square().sum(1) for vectors in (decoded, served)
+    )
     # Written so that NaN is refused too.
     if not bool(((ours - theirs).abs() <= TIE * (1 + ours)).all()):
         raise ValueError(f"the index does not encode as the model does: {int(other.sum())} items")
