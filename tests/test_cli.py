@@ -2,6 +2,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -286,7 +287,7 @@ def test_an_index_without_a_quantizer(folder, monkeypatch, kind, code):
     faiss.write_index(index, "an index.faiss")
     told = invoke("inspect", "an index.faiss")
     assert "2,000" in told
-    assert "none (index must have a product quantizer" in told
+    assert re.search("quantizer +none", told)
     assert "givens search 'an index.faiss' QUERIES -k 10" in told
     told = invoke("evaluate", "an index.faiss", "queries.npy", "--groundtruth", "truth.npy")
     assert (f"Bytes a vector: {code} of code, " in told) == (code is not None)

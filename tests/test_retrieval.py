@@ -437,6 +437,7 @@ def test_an_item_between_two_codewords_may_have_either():
     for chosen in (0.0, 1.0):
         decoded[7, 0] = chosen
         assert torch.equal(evaluate.as_indexed(index, items, decoded), served)
-    decoded[7, 1] = 1 - decoded[7, 1]
-    with pytest.raises(ValueError, match="does not encode as the model does: 1 items"):
-        evaluate.as_indexed(index, items, decoded)
+    for wrong in (1 - decoded[7, 1], torch.nan):
+        decoded[7, 1] = wrong
+        with pytest.raises(ValueError, match="does not encode as the model does: 1 items"):
+            evaluate.as_indexed(index, items, decoded)

@@ -54,7 +54,7 @@ def _quantizer(path: Path) -> dict[str, Any]:
 
 
 def _index(path: Path) -> dict[str, Any]:
-    from givens.export.faiss import code_size, from_faiss, inverted
+    from givens.export.faiss import code_size, from_faiss, inverted, is_quantized
 
     stored = open_index(path)
     index, lists = stored.index, inverted(stored.index)
@@ -68,13 +68,9 @@ def _index(path: Path) -> dict[str, Any]:
         rows["bytes a vector"] = f"{code} of code"
     if lists is not None:
         rows["lists"] = f"{lists.nlist:,}, imbalance {lists.invlists.imbalance_factor():.2f}"
-    try:
-        rows |= _parts(from_faiss(index))
-    except ValueError as error:
-        # Faiss has more kinds of index; it can be searched all the same.
-        rows["quantizer"] = f"none ({error})"
-    if stored.record is not None and "fingerprint" in rows:
-        belongs = stored.record.get("fingerprint") == rows["fingerprint"]
+    rows |= _parts(from_faiss(index)) if is_quantized(index) else {"quantizer": "none"}
+    if stored.record is not None:
+        belongs = stored.record.get("fingerprint") == rows.get("fingerprint")
         beside = MANIFEST if path.is_dir() else f"{path.name}.json"
         rows["record"] = beside + ("" if belongs else ", of another quantizer")
         rows |= {

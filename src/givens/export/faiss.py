@@ -257,11 +257,15 @@ def inverted(index: Any) -> Any:
     return core if hasattr(core, "nlist") else None
 
 
+def is_quantized(index: Any) -> bool:
+    """Whether an index has a product quantizer; Faiss has more kinds."""
+    return hasattr(_core(index), "pq")
+
+
 def code_size(index: Any) -> int | None:
     """Bytes of a vector's code; None where an index has none, as a graph."""
-    core = _core(index)
-    if hasattr(core, "pq"):
-        return int(core.pq.code_size)
+    if is_quantized(index):
+        return int(_core(index).pq.code_size)
     try:
         return int(index.sa_code_size())
     except RuntimeError:

@@ -86,11 +86,11 @@ def as_indexed(
     it took one that is farther is an error.
     """
     served = torch.from_numpy(index.reconstruct_n(0, index.ntotal)).to(items.device)
-    other = (served - decoded).abs().amax(1) > CLOSE
+    # Here and below written so that NaN is refused.
+    other = ~((served - decoded).abs().amax(1) <= CLOSE)
     ours, theirs = (
         (items[other] - vectors[other]).square().sum(1) for vectors in (decoded, served)
     )
-    # Written so that NaN is refused too.
     if not bool(((ours - theirs).abs() <= TIE * (1 + ours)).all()):
         raise ValueError(f"the index does not encode as the model does: {int(other.sum())} items")
     return torch.where(other[:, None], served, decoded)
