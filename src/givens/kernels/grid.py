@@ -111,8 +111,12 @@ def programs_at_once(device: torch.device, each: int, most: int) -> int:
 
 @functools.cache
 def _follows(device: torch.device) -> bool:
-    """Whether a kernel can be started before the one ahead of it has ended (from Hopper on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether a kernel can be started before the one ahead of it has ended.
+
+    From Hopper on, with a Triton that can.
+    """
+    able = device.type == "cuda" and hasattr(tl.extra.cuda, "gdc_wait")
+    return able and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
@@ -144,9 +148,10 @@ def launch(
         names = kernel.arg_names[len(arguments) :]
         if "EARLY" in names:
             options["EARLY"] = _follows(device)
-        if device.type == "cuda":
-            options["launch_cooperative_grid"] = together
-            options["launch_pdl"] = options.get("EARLY", False)
+        if device.type == "cuda" and together:
+            options["launch_cooperative_grid"] = True
+        if options.get("EARLY"):
+            options["launch_pdl"] = True
         compiled = kernel[grid](*arguments, **options)
         # The interpreter compiles nothing.
         if compiled is not None:
