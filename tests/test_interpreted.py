@@ -18,7 +18,8 @@ import torch
 
 import givens
 from givens import pairing as pairings
-from givens.kernels import grid, matching, nearest, turning
+from givens import straight_through
+from givens.kernels import grid, matching, nearest, straight, turning
 from givens.kernels.turning import Turner
 
 # Small enough that the rounds of the whole grid run too, and not only the last in registers.
@@ -61,6 +62,24 @@ assert torch.equal(words.nan_to_num(7), chosen.nan_to_num(7)) and int(words.isna
 assert torch.equal(errors.nan_to_num(7), (X.flatten(1) - chosen).nan_to_num(7))
 counts = torch.nn.functional.one_hot(expected, 9).sum(0)
 assert torch.equal(usage, 1 + 0.5 * counts)
+
+# The way back, with rows, sub-vectors and programs that do not come out even.
+straight.BLOCK = 64
+V = torch.randn(70, 15)
+V[3], V[5, 1] = 0, float("nan")
+for found, wanted in zip(straight.normalised(V, 1e-12), straight_through.normalised(V)):
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+V, g, gd = torch.randn(70, 15), torch.randn(15, 70).T, torch.tensor(0.7)
+for normalise in (False, True):
+    x, length = straight_through.normalised(V) if normalise else (V, None)
+    W = givens.random_rotation(15)
+    _, at, q, error = nearest.quantize(x @ W.T, C)
+    kept = straight_through.Kept(x, length, W, q, error, at, None)
+    for to_v, to_W in ((True, True), (True, False), (False, True)):
+        how = (g, gd, kept, C.shape, None, (to_v, to_W, True, False))
+        found = straight_through._launched_gradients(*how)
+        for mine, wanted in zip(found, straight_through._gradients(*how)):
+            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
 
 for n, stack, held, pairing, adapt, betas in (
     (5, 1, 0, "random", None, (0.0, 0.0)),

@@ -512,13 +512,27 @@ def test_ranks_are_one(tmp_path):
 
 
 @pytest.mark.cuda
-def test_on_a_gpu_it_is_the_same_and_goes_into_a_graph():
-    layer, x = make(), data(64)
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("coarse", [0, 6])
+def test_on_a_gpu_gradients_are_the_same(coarse, frozen, metric, monkeypatch):
+    layer, x = make(coarse, metric), data(64)
+    layer.rotation.requires_grad_(not frozen)
     device = copy.deepcopy(layer).cuda()
-    wanted, found = gradients(layer, x), gradients(device, x.cuda())
-    for name, part in wanted.items():
-        torch.testing.assert_close(found[name].cpu(), part, rtol=1e-3, atol=1e-4)
-    static = x.cuda()
+    wanted = gradients(layer, x)
+    for ordered in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda o=ordered: o)
+        found = gradients(device, x.cuda())
+        assert found.keys() == wanted.keys()
+        for name, part in wanted.items():
+            torch.testing.assert_close(found[name].cpu(), part, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_it_goes_into_a_graph():
+    device = make().cuda()
+    static = data(64).cuda()
+    device(static)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -181,8 +181,8 @@ def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clu
 
 
 def fused(Y: Tensor, C: Tensor) -> bool:
-    """Whether a GPU kernel finds the nearest codewords; torch.compile cannot look into it."""
-    if torch.compiler.is_compiling() or len(Y) == 0 or kernels.choose(Y) != "triton":
+    """Whether a GPU kernel finds the nearest codewords."""
+    if not kernels.on_device(Y):
         return False
     from givens.kernels import nearest as kernel
 

@@ -108,8 +108,10 @@ class IndexLayer(nn.Module):
                 return self._passed(self._entered(v))
             W = self.rotation.weight
             with torch.no_grad():
-                unit, length = normalised(v) if self.metric == "cosine" else (None, None)
-                # In eval laid out as in a Quantizer, so that both round alike.
+                unit = length = None
+                # In eval as in a Quantizer, so that both round alike.
+                if self.metric == "cosine":
+                    unit, length = normalised(v, exact=not self.training)
                 R = W.mT if self.training else W.mT.contiguous()
                 lists, residual = self._listed((v if unit is None else unit) @ R)
                 found = self._quantized(residual, count=self.training)

@@ -69,6 +69,11 @@ def choose(W: Tensor | None = None) -> Backend:
     return "reference" if reason else wanted
 
 
+def on_device(x: Tensor) -> bool:
+    """Whether a GPU kernel is to take the rows of x; torch.compile cannot look into it."""
+    return not torch.compiler.is_compiling() and len(x) > 0 and choose(x) == "triton"
+
+
 def written(W: Tensor) -> None:
     """Tell autograd that a compiled loop has changed W in place."""
     torch.autograd.graph.increment_version(W)
