@@ -80,6 +80,23 @@ for normalise in (False, True):
         found = straight_through._launched_gradients(*how)
         for mine, wanted in zip(found, straight_through._gradients(*how)):
             torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+# And the layer, as it calls all of these on a device.
+layer = givens.IndexLayer(15, 3, 9, metric="cosine")
+layer.warm_start(V, 2)
+usage, steps = layer.usage.clone(), []
+for on_device in (lambda x: False, lambda x: True):
+    givens.kernels.on_device = on_device
+    layer.usage.copy_(usage)
+    layer.zero_grad()
+    v = V.clone().requires_grad_()
+    out = layer(v)
+    (out.embedding.square().sum() + (out.embedding * g).sum() + 3 * out.distortion).backward()
+    grads = [part.grad for part in (v, *layer.parameters())]
+    steps.append([*out, layer.usage.clone(), *grads])
+assert torch.equal(steps[0][1].fine, steps[1][1].fine)
+for mine, wanted in zip(steps[1][2:], steps[0][2:]):
+    torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+torch.testing.assert_close(steps[1][0], steps[0][0])
 
 for n, stack, held, pairing, adapt, betas in (
     (5, 1, 0, "random", None, (0.0, 0.0)),
