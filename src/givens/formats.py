@@ -1,6 +1,7 @@
 """Files of vectors, opened so that rows of them can be read: one class for each format."""
 
 import mmap
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ SAMPLE = 1000
 SLAB = 4096
 
 
-class File:
+class File(ABC):
     """What the formats have in common; each opens its file and reads rows of it."""
 
     shape: tuple[int, ...]
@@ -27,8 +28,9 @@ class File:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @abstractmethod
     def __getitem__(self, rows: Any, /) -> Array:
-        raise NotImplementedError
+        """Rows, as numpy gives them."""
 
     def __array__(self, dtype: npt.DTypeLike | None = None, *, copy: bool | None = None) -> Array:
         return np.asarray(self[: len(self)], dtype)

@@ -44,6 +44,18 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[An
     return contextlib.nullcontext()
 
 
+class Kept(NamedTuple):
+    """What the way back needs."""
+
+    x: Tensor
+    length: Tensor | None
+    W: Tensor
+    q: Tensor
+    error: Tensor
+    at: Tensor
+    lists: Tensor | None
+
+
 class StraightThrough(torch.autograd.Function):
     """From V, given what the codebooks make of Y, to T(X) and the distortion; and back."""
 
@@ -90,18 +102,6 @@ class StraightThrough(torch.autograd.Function):
         return *found, None, None, None, None, None, None, None
 
 
-class Kept(NamedTuple):
-    """What the way back needs."""
-
-    x: Tensor
-    length: Tensor | None
-    W: Tensor
-    q: Tensor
-    error: Tensor
-    at: Tensor
-    lists: Tensor | None
-
-
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -138,7 +138,7 @@ def _gradients(
 def _launched_gradients(
     g: Tensor, gd: Tensor, kept: Kept, codebooks: torch.Size, coarse: None, needed: Sequence[bool]
 ) -> Gradients:
-    """The same on a device, without centroids, in half the launches."""
+    """The same on a device, without centroids, in fewer launches."""
     from givens.kernels import straight
 
     x, length, W, q, error, at, _ = kept

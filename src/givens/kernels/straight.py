@@ -1,4 +1,4 @@
-"""The straight-through gradient on a device: what `straight_through` does, in half the launches.
+"""The straight-through gradient on a device: what `straight_through` does, in fewer launches.
 
 A host takes longer to start most of these kernels than they run. So all that is done to a vector
 is done by one, in its program, and what goes to the codewords is added up on the way.
