@@ -54,6 +54,7 @@ def main_in_process(arguments):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(error):
         patch.setattr(sys, "argv", ["givens", *map(str, arguments)])
         patch.setattr(signal, "signal", lambda *_: None)
+        patch.setattr(sys, "unraisablehook", sys.unraisablehook)
         with pytest.raises(SystemExit) as left:
             main()
     return Done(left.value.code, error.getvalue())
@@ -523,10 +524,46 @@ def test_interrupted_it_leaves_the_old_files(folder, how):
     process.send_signal(how)
     _, error = process.communicate(timeout=240)
     assert process.returncode == 128 + how
-    told = "givens: interrupted; nothing is left half-written, run the same command again\n"
-    assert error == told
+    assert error == INTERRUPTED
     assert names(folder) == before
     assert (folder / "index.faiss").read_text() == "old"
+
+
+INTERRUPTED = "givens: interrupted; nothing is left half-written, run the same command again\n"
+# Interrupts itself, and does something after that.
+ITSELF = """
+import os, pathlib, signal, time
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(0.1)
+pathlib.Path("after").touch()
+"""
+DESTRUCTOR = f"""
+class Held:
+    def __del__(self):
+        exec({ITSELF!r})
+Held()
+"""
+
+
+@pytest.mark.parametrize(("work", "goes_on"), [("import itself", True), (DESTRUCTOR, False)])
+def test_interrupted_where_an_error_would_be_lost(tmp_path, work, goes_on):
+    """An import is not cut in half, and a destructor does not keep the signal to itself."""
+    (tmp_path / "itself.py").write_text(ITSELF)
+    lines = [
+        "import sys, time",
+        "from givens import cli",
+        "@cli.app.command()",
+        "def work():",
+        f"    exec({work!r})",
+        "    time.sleep(30)",
+        "sys.argv[1:] = ['work']",
+        "cli.main()",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, INTERRUPTED)
+    assert (tmp_path / "after").exists() == goes_on
 
 
 def test_interrupted_wherever_it_writes(folder, monkeypatch):

@@ -3,6 +3,9 @@
 import os
 import signal
 import sys
+import threading
+from types import FrameType
+from typing import Any
 
 import typer
 
@@ -32,6 +35,9 @@ app.add_typer(paper)
 # Why ranks end when one is lost: each sees it in another way, or is stopped by torchrun.
 LOST = "lost"
 
+# Frames of an import have this name for a file.
+IMPORT = "<frozen importlib._bootstrap>"
+
 # Commands that keep their state.
 RESUMED = {"fit", "train"}
 
@@ -60,6 +66,7 @@ def main() -> None:
     # As an error: what is half-written is taken away on the way out.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
+    sys.unraisablehook = _lost
     try:
         app()
     except Interrupted as error:
@@ -81,10 +88,32 @@ def main() -> None:
         _fail(f"not enough memory: {error}".split(". ")[0])
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise `Interrupted`; after an import, which would leave its locks or be told as failed."""
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORT:
+            _ask_again(number)
+            return
+        frame = frame.f_back
     # Once: a terminal's is sent to ranks again by torchrun.
     signal.signal(number, signal.SIG_IGN)
     raise Interrupted(number)
+
+
+def _lost(error: Any) -> None:
+    """Hear of an error where Python lets none out, as in a destructor."""
+    if isinstance(error.exc_value, Interrupted):
+        signal.signal(error.exc_value.args[0], _interrupt)
+        _ask_again(error.exc_value.args[0])
+    else:
+        sys.__unraisablehook__(error)
+
+
+def _ask_again(number: int) -> None:
+    """Have the signal come once more, soon."""
+    timer = threading.Timer(0.02, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
 
 
 def _fail(message: str, code: int = 1, what: str = "") -> None:
