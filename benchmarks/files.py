@@ -51,7 +51,7 @@ HUNG = 20.0
 MARGIN = 64 << 20
 # Mutations of our file and of each other, kills, vectors in the index that is overwritten.
 FULL = (100_000, 10_000, 1000, 300_000)
-QUICK = (1000, 100, 10, 20_000)
+QUICK = (1000, 100, 30, 20_000)
 OUTCOMES = ("refused", "same", "changed", "unclean", "crashed", "hung", "over 1 s", "over memory")
 
 
@@ -350,21 +350,26 @@ def kill(one: Overwriting, count: int, folder: Path) -> dict[str, Any]:
     draw = random.Random(0)
     known = []
     for version in (1, 0):
-        began = time.perf_counter()
+        before = time.perf_counter()
         one.write(version, path)
-        spent = time.perf_counter() - began
+        spent = time.perf_counter() - before
         known.append(one.which(path))
     lost: Counter[str] = Counter()
     size = path.stat().st_size
     for _ in range(count):
+        began, begins = os.pipe()
         process = os.fork()
         if process == 0:
+            os.write(begins, b"!")
             while True:
                 for version in (1, 0):
                     one.write(version, path)
+        os.read(began, 1)
         time.sleep(draw.uniform(0, 3 * spent))
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
+        os.close(began)
+        os.close(begins)
         try:
             if one.which(path) not in known:
                 lost["changed"] += 1
