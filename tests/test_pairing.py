@@ -4,7 +4,7 @@ import oracles
 import pytest
 import scipy.stats
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import givens
@@ -101,6 +101,8 @@ def test_steepest_equals_an_independent_exact_solver(n, seed, ties):
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(2, 24), seed=SEEDS, ties=st.booleans())
+# Greedy of 22 axes, one of them of weight 0, breaks ties in another way.
+@example(n=21, seed=3799, ties=True)
 def test_order_of_the_first_order_descents(n, seed, ties):
     """½·steepest ≤ greedy ≤ steepest and mean of random ≤ steepest, always."""
     A = tied(n, seed) if ties else oracles.skew(n, seed)

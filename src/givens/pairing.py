@@ -96,8 +96,8 @@ def matched_pairs(
         partner = _locally_dominant(magnitudes)
     else:
         # Scaled, so that squares neither vanish nor overflow.
-        magnitudes = magnitudes / magnitudes.amax().clamp_min(torch.finfo(magnitudes.dtype).tiny)
-        partner = _blossom(magnitudes) if exact else _believed(magnitudes)
+        scaled = magnitudes / magnitudes.amax().clamp_min(torch.finfo(magnitudes.dtype).tiny)
+        partner = _blossom(scaled) if exact else _believed(scaled, _locally_dominant(magnitudes))
     axes = torch.arange(len(magnitudes), device=magnitudes.device)
     i = torch.nonzero(partner > axes).squeeze(1)
     return torch.stack([i, partner[i]], dim=-1)
@@ -158,7 +158,7 @@ def _blossom(magnitudes: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
     return partner.to(magnitudes.device)
 
 
-def _believed(magnitudes: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
+def _believed(magnitudes: Float[Tensor, "n n"], greedy: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """A near-maximal matching of Σ A_ij², never below greedy: prices, rounding, exchanges.
 
     Max-product belief propagation on the complete graph needs O(n) state: each axis asks for the
@@ -170,7 +170,11 @@ def _believed(magnitudes: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
     # With n odd, an extra axis of weight 0 takes the one that rests.
     weights = torch.nn.functional.pad(magnitudes.square(), (0, n % 2, 0, n % 2))
     axes = torch.arange(len(weights), device=weights.device)
-    best = _exchanged(_locally_dominant(weights), weights)
+    best = greedy
+    if n % 2:
+        rests = greedy < 0
+        best = torch.cat([torch.where(rests, n, greedy), axes[:n][rests]])
+    best = _exchanged(best, weights)
     zero = torch.zeros_like(weights[0])
     first, second, bidder = _bid(weights, zero, zero, torch.full_like(axes, -1))
     first, second = first / 2, second / 2
