@@ -547,7 +547,10 @@ Held()
 
 @pytest.mark.parametrize(("work", "goes_on"), [("import itself", True), (DESTRUCTOR, False)])
 def test_interrupted_where_an_error_would_be_lost(tmp_path, work, goes_on):
-    """An import is not cut in half, and a destructor does not keep the signal to itself."""
+    """An import is not cut in half, and a destructor does not keep the signal to itself.
+
+    Also where the command line itself is run by an import, which is not waited for.
+    """
     (tmp_path / "itself.py").write_text(ITSELF)
     lines = [
         "import sys, time",
@@ -559,9 +562,9 @@ def test_interrupted_where_an_error_would_be_lost(tmp_path, work, goes_on):
         "sys.argv[1:] = ['work']",
         "cli.main()",
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True
-    )
+    (tmp_path / "runs.py").write_text("\n".join(lines))
+    command = [sys.executable, "-c", "import runs"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, INTERRUPTED)
     assert (tmp_path / "after").exists() == goes_on
 

@@ -90,7 +90,8 @@ def main() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise `Interrupted`; after an import, which would leave its locks or be told as failed."""
-    while frame is not None:
+    # Imports that a command does, not one that runs `main`.
+    while frame is not None and frame.f_code is not main.__code__:
         if frame.f_code.co_filename == IMPORT:
             _ask_again(number)
             return
