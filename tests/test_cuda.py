@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import givens
-from givens import optim
+from givens import optim, twins  # noqa: F401 — has optim's names before a test changes one
 
 pytestmark = [
     pytest.mark.cuda,
@@ -401,7 +401,7 @@ def test_quantizing_is_the_nearest_codeword_and_what_follows():
     X, C = torch.randn(N, D * w, device="cuda"), torch.randn(D, K, w, device="cuda")
     X[5, 3], X[7, 9] = float("nan"), float("inf")
     usage = torch.ones(D, K, device="cuda")
-    codes, at, words, errors = quantize(X, C, usage, 0.25)
+    codes, at, words, errors, distortion = quantize(X, C, usage, 0.25)
     assert torch.equal(codes, nearest(X, C)[0])
     assert torch.equal(at.view(N, D), codes.int() + K * torch.arange(D, device="cuda").int())
     expected = C.flatten(0, 1)[at].view(N, D * w).where(X.isfinite(), float("nan"))
@@ -410,6 +410,9 @@ def test_quantizing_is_the_nearest_codeword_and_what_follows():
     assert torch.equal(errors.nan_to_num(7), (X - expected).nan_to_num(7))
     counts = torch.bincount(at, minlength=D * K).view(D, K)
     assert torch.equal(usage, 1 + 0.25 * counts)
+    assert distortion.isnan()
+    *_, errors, distortion = quantize(X[8:], C)
+    torch.testing.assert_close(distortion, errors.square().sum(1).mean())
 
 
 def test_equal_codewords_give_the_first():

@@ -53,13 +53,14 @@ least, expected = (X[:, :, None] - C).square().sum(-1).min(-1)
 assert torch.equal(codes.long(), expected)
 torch.testing.assert_close(distances, least)
 X[3, 1, 2], usage = float("nan"), torch.ones(3, 9)
-codes, at, words, errors = nearest.quantize(X.flatten(1), C, usage, 0.5)
+codes, at, words, errors, distortion = nearest.quantize(X.flatten(1), C, usage, 0.5)
 expected[3, 1] = 0
 assert torch.equal(codes.long(), expected)
 assert torch.equal(at.view(70, 3).long(), expected + 9 * torch.arange(3))
 chosen = C[torch.arange(3), expected].flatten(1).where(X.flatten(1).isfinite(), float("nan"))
 assert torch.equal(words.nan_to_num(7), chosen.nan_to_num(7)) and int(words.isnan().sum()) == 1
 assert torch.equal(errors.nan_to_num(7), (X.flatten(1) - chosen).nan_to_num(7))
+assert distortion.isnan()
 counts = torch.nn.functional.one_hot(expected, 9).sum(0)
 assert torch.equal(usage, 1 + 0.5 * counts)
 
@@ -73,7 +74,8 @@ V, g, gd = torch.randn(70, 15), torch.randn(15, 70).T, torch.tensor(0.7)
 for normalise in (False, True):
     x, length = straight_through.normalised(V) if normalise else (V, None)
     W = givens.random_rotation(15)
-    _, at, q, error = nearest.quantize(x @ W.T, C)
+    _, at, q, error, distortion = nearest.quantize(x @ W.T, C)
+    torch.testing.assert_close(distortion, error.square().sum(1).mean())
     kept = straight_through.Kept(x, length, W, q, error, at, None)
     for to_v, to_W in ((True, True), (True, False), (False, True)):
         how = (g, gd, kept, C.shape, None, (to_v, to_W, True, False))

@@ -189,7 +189,7 @@ def test_quantizing_is_the_nearest_codeword_and_what_follows(backend):
     N, D, K, w = 50, 3, 7, 4
     Y, C, usage = torch.randn(N, D * w), torch.randn(D, K, w), torch.ones(D, K)
     Y[5, 3] = torch.nan
-    codes, at, words, errors = quantize(Y, C, usage, 0.5)
+    codes, at, words, errors, distortion = quantize(Y, C, usage, 0.5)
     assert torch.equal(codes, nearest(Y, C))
     assert torch.equal(at.view(N, D), codes.long() + K * torch.arange(D))
     expected = C[torch.arange(D), codes.long()].flatten(1).where(Y.isfinite(), torch.nan)
@@ -198,3 +198,6 @@ def test_quantizing_is_the_nearest_codeword_and_what_follows(backend):
     assert int(words.isnan().sum()) == 1
     counts = torch.nn.functional.one_hot(codes.long(), K).sum(0)
     assert torch.equal(usage, 1 + 0.5 * counts)
+    assert distortion.isnan()
+    *_, errors, distortion = quantize(Y[6:], C)
+    torch.testing.assert_close(distortion, errors.square().sum(1).mean())

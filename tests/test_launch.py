@@ -1,12 +1,16 @@
 """What is kept of a launch: the compiled kernel that Triton itself would find."""
 
 import itertools
+import types
 
 import pytest
 import torch
 
 grid = pytest.importorskip("givens.kernels.grid")
 jit = pytest.importorskip("triton.runtime.jit")
+compiler = pytest.importorskip("triton.compiler.compiler")
+
+STREAM = 7
 
 
 class Kernel:
@@ -26,11 +30,24 @@ class Kernel:
 
 
 class Compiled:
+    """Takes what Triton's own gives to `run`."""
+
+    function, packed_metadata = object(), object()
+
     def __init__(self, kernel, number):
         self.kernel, self.number = kernel, number
 
-    def __getitem__(self, size):
-        return lambda *arguments: self.kernel.ran.append((self.number, size, arguments))
+    def run(self, x, y, z, stream, function, metadata, told, enter, leave, *arguments):
+        assert stream == STREAM
+        assert (function, metadata) == (self.function, self.packed_metadata)
+        assert told is enter is leave is None
+        self.kernel.ran.append((self.number, (x, y, z), arguments))
+
+
+@pytest.fixture(autouse=True)
+def one_stream(monkeypatch):
+    active = types.SimpleNamespace(get_current_stream=lambda device: STREAM)
+    monkeypatch.setattr(grid, "driver", types.SimpleNamespace(active=active))
 
 
 def launch(kernel, x, size, factor=0.5, cells=(3,), **options):
@@ -99,3 +116,20 @@ def test_kinds_are_those_of_triton():
         if grid._kind(pair[0]) == grid._kind(pair[1]):
             told = [jit.native_specialize_impl(jit.BaseBackend, a, False, True, True) for a in pair]
             assert told[0] == told[1], pair
+
+
+def test_a_kernel_is_run_as_triton_runs_it():
+    """Its own runner gives `run` the same, but for a profiler's hooks."""
+    given = []
+    compiled = compiler.CompiledKernel.__new__(compiler.CompiledKernel)
+    vars(compiled).update(
+        _run=lambda *all_: given.append(all_),
+        _init_handles=lambda: None,
+        launch_metadata=lambda *_: None,
+        function=1,
+        packed_metadata=2,
+        module=None,
+    )
+    compiled[(3, 4, 5)](0.5, 64, stream=STREAM)
+    ((*first, _told, _enter, _leave, x, size),) = given
+    assert (first, x, size) == ([3, 4, 5, STREAM, 1, 2], 0.5, 64)

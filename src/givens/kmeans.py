@@ -49,6 +49,8 @@ class Quantized(NamedTuple):
     """The codewords, (N, n); NaN where a vector is not finite."""
     errors: Tensor
     """The vectors without them."""
+    distortion: Tensor
+    """Their mean square, a scalar."""
 
 
 def nearest(
@@ -102,7 +104,10 @@ def quantize(
     if fused(Y, codebooks):
         from givens.kernels import nearest as kernel
 
-        return Quantized(*kernel.quantize(Y, codebooks, usage, share))
+        found = Quantized(*kernel.quantize(Y, codebooks, usage, share))
+        if torch.are_deterministic_algorithms_enabled():
+            found = found._replace(distortion=_mean_square(found.errors))
+        return found
     D, K, _ = codebooks.shape
     codes = nearest(Y, codebooks)
     at = (codes + K * torch.arange(D, device=Y.device)).view(-1)
@@ -112,7 +117,13 @@ def quantize(
     if usage is not None:
         one = Y.new_ones(()).expand(len(at))
         usage.view(-1).index_add_(0, at, one, alpha=share)
-    return Quantized(codes, at, words, Y - words)
+    errors = Y - words
+    return Quantized(codes, at, words, errors, _mean_square(errors))
+
+
+def _mean_square(errors: Float[Tensor, "N n"]) -> Tensor:
+    flat = errors.view(-1)
+    return torch.dot(flat, flat) / max(len(errors), 1)
 
 
 def kmeans(

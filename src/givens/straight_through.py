@@ -72,9 +72,10 @@ class StraightThrough(torch.autograd.Function):
         at: Tensor,
         words: Tensor,
         error: Tensor,
+        distortion: Tensor,
         lists: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """φ(Y)Rᵀ and (1/m)‖Y − q‖², from the rows of the codewords, these, and Y − q.
+        """φ(Y)Rᵀ and the distortion, from the rows of the codewords, these, and Y − q.
 
         X is V, or its unit vectors where there are any.
         """
@@ -84,8 +85,7 @@ class StraightThrough(torch.autograd.Function):
             q = words + coarse[lists]
         ctx.save_for_backward(*Kept(x, length, W, q, error, at, lists))
         ctx.shapes = codebooks.shape, None if coarse is None else coarse.shape
-        flat = error.view(-1)
-        return q @ R.mT, torch.dot(flat, flat) / max(len(x), 1)
+        return q @ R.mT, distortion
 
     @staticmethod
     @once_differentiable
@@ -99,7 +99,7 @@ class StraightThrough(torch.autograd.Function):
         codebooks, coarse = ctx.shapes
         with full_precision(g.device):
             found = find(g, gd, kept, codebooks, coarse, needed)
-        return *found, None, None, None, None, None, None, None
+        return *found, None, None, None, None, None, None, None, None
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -60,7 +60,6 @@ def step_compiled_(
         W.detach().copy_(rows)
 
 
-@torch.no_grad()
 def step_fused_(
     W: Tensor,
     G: Tensor,
@@ -128,7 +127,7 @@ def step_fused_(
     if W.is_contiguous():
         kernels.written(W)
     else:
-        W.copy_(rows)
+        W.detach().copy_(rows)
 
 
 def _product(W: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ the tests. "numba" is the same loops compiled for a CPU (`kernels.compiled`), "t
 (`kernels.turning`, `kernels.matching`).
 """
 
+import functools
 import importlib.util
 from types import TracebackType
 from typing import Literal, get_args
@@ -86,9 +87,12 @@ def _why_not_triton(W: Tensor) -> str | None:
         return f"the tensor is {W.dtype}, and they take float32"
     if W.shape[-1] > WIDEST:
         return f"n = {W.shape[-1]}, and they take n up to {WIDEST}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    return None
+    return None if _has_triton() else "triton is not installed"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _why_not_numba(W: Tensor) -> str | None:

@@ -1,6 +1,5 @@
 """What the Triton kernels share: a barrier across the grid, the hash, the random pairing."""
 
-import contextlib
 import functools
 import math
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from givens.kernels import GOLDEN, SHUFFLE_BITS, SHUFFLE_ROUNDS
 
@@ -135,31 +135,51 @@ def launch(
     """Start a kernel; `together` if its programs wait for each other, so must all run at once.
 
     To find the compiled one for its arguments, Triton takes longer than most of these kernels run.
-    What it has found is kept by all that it looks at.
+    What it has found is kept by all that it looks at, and started as it would start it.
     """
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        # Triton launches on the current device, wherever the arguments are.
+        with torch.cuda.device(device):
+            launch(kernel, grid, device, *arguments, together=together, **options)
+        return
     together = together and math.prod(grid) > 1
-    kinds = map(_kind, arguments)
-    key = (kernel.fn, device, together, *kinds, *options, *options.values())
-    with on(device):
-        if key in _found:
-            compiled, constants = _found[key]
-            compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
-            return
-        names = kernel.arg_names[len(arguments) :]
-        if "EARLY" in names:
-            options["EARLY"] = _follows(device)
-        if device.type == "cuda" and together:
-            options["launch_cooperative_grid"] = True
-        if options.get("EARLY"):
-            options["launch_pdl"] = True
-        compiled = kernel[grid](*arguments, **options)
-        # The interpreter compiles nothing.
-        if compiled is not None:
-            _found[key] = compiled, [options[name] for name in names]
+    key = (kernel.fn, device, together, *map(_kind, arguments), *options, *options.values())
+    found = _found.get(key)
+    if found is None:
+        _find(key, kernel, grid, device, arguments, together, options)
+        return
+    run, how, constants = found
+    stream = driver.active.get_current_stream(device.index)
+    run(*(*grid, 1, 1)[:3], stream, *how, *arguments, *constants)
 
 
 # Compiled kernels, and their constants in order.
-_found: dict[Any, tuple[Any, list[Any]]] = {}
+_found: dict[Any, tuple[Any, tuple[Any, ...], list[Any]]] = {}
+
+
+def _find(
+    key: Any,
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: torch.device,
+    arguments: Any,
+    together: bool,
+    options: Any,
+) -> None:
+    """Start a kernel by Triton itself, and keep what it has compiled."""
+    names = kernel.arg_names[len(arguments) :]
+    if "EARLY" in names:
+        options["EARLY"] = _follows(device)
+    if device.type == "cuda" and together:
+        options["launch_cooperative_grid"] = True
+    if options.get("EARLY"):
+        options["launch_pdl"] = True
+    compiled = kernel[grid](*arguments, **options)
+    # The interpreter compiles nothing.
+    if compiled is not None:
+        # Without the hooks of Triton's own profiler, and what they would be told.
+        how = (compiled.function, compiled.packed_metadata, None, None, None)
+        _found[key] = compiled.run, how, [options[name] for name in names]
 
 
 def _kind(argument: Any) -> Any:
@@ -174,13 +194,6 @@ def _kind(argument: Any) -> Any:
 def power_of_2(least: int) -> int:
     """The first power of two from a number on; Triton's own takes as long as an operation."""
     return 1 << (least - 1).bit_length()
-
-
-def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a device the current one: Triton launches there, wherever its arguments are."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 def counters(device: torch.device, groups: int = 1) -> Tensor:

@@ -81,10 +81,13 @@ def nearest_kernel(
 
 @triton.jit
 def quantize_kernel(
-    X, C, codes, places, chosen, errors, usage, share, count, subspaces, codewords, width,
+    X, C, codes, places, chosen, errors, total, usage, share, count, subspaces, codewords, width,
     COUNTED: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes, and all that follows from them; every choice adds a share to the codeword's usage."""
+    """Codes, and all that follows from them; every choice adds a share to the codeword's usage.
+
+    The squared errors' mean is added to `total`.
+    """
     d, rows, depth, at, inside, x = load_rows(X, count, subspaces, width, ROWS, DEPTH)
     code, _ = search(x, C + d * codewords * width, depth, codewords, width, ROWS, WORDS, DEPTH)
     place = d * codewords + code
@@ -92,7 +95,10 @@ def quantize_kernel(
     # 0, but NaN where x is not finite.
     word += x - x
     tl.store(chosen + at, word, mask=inside)
-    tl.store(errors + at, x - word, mask=inside)
+    error = x - word
+    tl.store(errors + at, error, mask=inside)
+    mean = tl.sum(tl.sum(error * error, axis=1), axis=0) / count
+    tl.atomic_add(total, mean, sem="relaxed")
     tl.store(codes + rows * subspaces + d, code.to(codes.dtype.element_ty), mask=rows < count)
     tl.store(places + rows * subspaces + d, place, mask=rows < count)
     if COUNTED:
@@ -114,17 +120,18 @@ def nearest(X: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize(
     X: Tensor, codebooks: Tensor, usage: Tensor | None = None, share: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Codes of X (N, D·w), their rows in the table of all codewords, these, and X without them.
 
-    Codewords are NaN where X is not finite. Every code adds its share to the usage (D, K).
+    Last the mean squared error of a vector, added up in whatever order. Codewords are NaN where X
+    is not finite. Every code adds its share to the usage (D, K).
     """
     codes, X = _codes(X, codebooks), X.contiguous()
     places = torch.empty(codes.numel(), dtype=torch.int32, device=X.device)
-    words, errors = torch.empty_like(X), torch.empty_like(X)
-    parts = (codes, places, words, errors, usage, share)
-    _launch(quantize_kernel, X, codebooks, *parts, COUNTED=usage is not None)
-    return codes, places, words, errors
+    words, errors, distortion = torch.empty_like(X), torch.empty_like(X), X.new_zeros(())
+    found = codes, places, words, errors, distortion
+    _launch(quantize_kernel, X, codebooks, *found, usage, share, COUNTED=usage is not None)
+    return found
 
 
 def _codes(X: Tensor, codebooks: Tensor) -> Tensor:
