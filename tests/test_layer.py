@@ -158,6 +158,18 @@ def test_under_autocast_it_computes_in_float32(dtype):
     assert torch.equal(half.embedding, layer(x.to(dtype).float()).embedding)
 
 
+def test_what_it_gives_may_be_changed_in_place():
+    layer, x = make(), data(64).requires_grad_()
+    out = layer(x)
+    loss = out.distortion
+    loss *= 2
+    loss += out.embedding.mul_(3).sum()
+    (found,) = torch.autograd.grad(loss, x)
+    out = layer(x)
+    (wanted,) = torch.autograd.grad(2 * out.distortion + 3 * out.embedding.sum(), x)
+    assert torch.equal(found, wanted)
+
+
 def test_batches_in_parts_add_up_to_the_whole():
     layer, x = make(3), data(64)
     whole = gradients(layer, x)

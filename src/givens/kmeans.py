@@ -122,7 +122,7 @@ def quantize(
 
 
 def _mean_square(errors: Float[Tensor, "N n"]) -> Tensor:
-    flat = errors.view(-1)
+    flat = errors.flatten()
     return torch.dot(flat, flat) / max(len(errors), 1)
 
 

@@ -115,7 +115,7 @@ class IndexLayer(nn.Module):
                 R = W.mT if self.training else W.mT.contiguous()
                 lists, residual = self._listed((v if unit is None else unit) @ R)
                 found = self._quantized(residual, count=self.training)
-            parts = (W, self.codebooks, self.coarse, unit, length, R, *found[1:], lists)
+            parts = (W, self.codebooks, self.coarse, unit, length, R, lists, found)
             embedding, distortion = StraightThrough.apply(v, *parts)  # type: ignore[no-untyped-call]
             return Indexed(embedding, Codes(found.codes, lists), distortion)
 

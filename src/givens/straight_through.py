@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from givens import kernels
+from givens.kmeans import Quantized
 
 # A vector shorter than this is divided by it: torch's own, so that all normalise alike.
 SHORTEST = 1e-12
@@ -69,23 +70,17 @@ class StraightThrough(torch.autograd.Function):
         unit: Tensor | None,
         length: Tensor | None,
         R: Tensor,
-        at: Tensor,
-        words: Tensor,
-        error: Tensor,
-        distortion: Tensor,
         lists: Tensor | None,
+        found: Quantized,
     ) -> tuple[Tensor, Tensor]:
-        """φ(Y)Rᵀ and the distortion, from the rows of the codewords, these, and Y − q.
-
-        X is V, or its unit vectors where there are any.
-        """
+        """φ(Y)Rᵀ and the distortion; X is V, or its unit vectors where there are any."""
         x = v if unit is None else unit
-        q = words
+        q = found.words
         if coarse is not None and lists is not None:
-            q = words + coarse[lists]
-        ctx.save_for_backward(*Kept(x, length, W, q, error, at, lists))
+            q = q + coarse[lists]
+        ctx.save_for_backward(*Kept(x, length, W, q, found.errors, found.at, lists))
         ctx.shapes = codebooks.shape, None if coarse is None else coarse.shape
-        return q @ R.mT, distortion
+        return q @ R.mT, found.distortion
 
     @staticmethod
     @once_differentiable
@@ -99,7 +94,7 @@ class StraightThrough(torch.autograd.Function):
         codebooks, coarse = ctx.shapes
         with full_precision(g.device):
             found = find(g, gd, kept, codebooks, coarse, needed)
-        return *found, None, None, None, None, None, None, None, None
+        return *found, None, None, None, None, None
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
