@@ -114,10 +114,10 @@ class IndexLayer(nn.Module):
                     unit, length = normalised(v, exact=not self.training)
                 R = W.mT if self.training else W.mT.contiguous()
                 lists, residual = self._listed((v if unit is None else unit) @ R)
-                found = self._quantized(residual, count=self.training)
-            parts = (W, self.codebooks, self.coarse, unit, length, R, lists, found)
+                codes, *found = self._quantized(residual, count=self.training)
+            parts = (W, self.codebooks, self.coarse, unit, length, R, lists, *found)
             embedding, distortion = StraightThrough.apply(v, *parts)  # type: ignore[no-untyped-call]
-            return Indexed(embedding, Codes(found.codes, lists), distortion)
+            return Indexed(embedding, Codes(codes, lists), distortion)
 
     @torch.no_grad()
     def warm_start(

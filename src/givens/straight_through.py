@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from givens import kernels
-from givens.kmeans import Quantized
 
 # A vector shorter than this is divided by it: torch's own, so that all normalise alike.
 SHORTEST = 1e-12
@@ -71,16 +70,24 @@ class StraightThrough(torch.autograd.Function):
         length: Tensor | None,
         R: Tensor,
         lists: Tensor | None,
-        found: Quantized,
+        at: Tensor,
+        words: Tensor,
+        error: Tensor,
+        distortion: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """φ(Y)Rᵀ and the distortion; X is V, or its unit vectors where there are any."""
+        """φ(Y)Rᵀ and the distortion, given with the codewords' rows, these, and Y − q.
+
+        X is V, or its unit vectors where there are any.
+        """
         x = v if unit is None else unit
-        q = found.words
+        q = words
         if coarse is not None and lists is not None:
             q = q + coarse[lists]
-        ctx.save_for_backward(*Kept(x, length, W, q, found.errors, found.at, lists))
+        ctx.save_for_backward(*Kept(x, length, W, q, error, at, lists))
         ctx.shapes = codebooks.shape, None if coarse is None else coarse.shape
-        return q @ R.mT, found.distortion
+        # Given as it is, and not as a view, which nobody could change in place.
+        ctx.mark_dirty(distortion)
+        return q @ R.mT, distortion
 
     @staticmethod
     @once_differentiable
@@ -94,7 +101,7 @@ class StraightThrough(torch.autograd.Function):
         codebooks, coarse = ctx.shapes
         with full_precision(g.device):
             found = find(g, gd, kept, codebooks, coarse, needed)
-        return *found, None, None, None, None, None
+        return *found, None, None, None, None, None, None, None, None
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
