@@ -240,7 +240,7 @@ def test_moving_averages_are_the_formula():
                 k = int(out.codes.fine[row, d])
                 count[d, k] += 0.2 / 60
                 total[d, k] += 0.2 / 60 * residual[row, d]
-        torch.testing.assert_close(layer.codebooks.double(), total / count[..., None])
+        torch.testing.assert_close(layer.codebooks, (total / count[..., None]).float())
     out.distortion.backward()
     assert layer.codebooks.grad is None
 

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 import givens
+from givens.kmeans import mean_square
 from givens.straight_through import StraightThrough, normalised
 
 m, n, D, K, L = 9, 12, 3, 5, 4
@@ -44,7 +45,8 @@ def ours(found, at, lists, unit=False):
         residual = residual - coarse.detach()[lists]
     # NaN where a residual is not finite, as the layer has them.
     words = found["codebooks"].detach().flatten(0, 1)[at].view(m, n) + 0 * residual
-    rest = (x, length, R, at, words, residual - words, lists)
+    errors = residual - words
+    rest = (x, length, R, lists, at, words, errors, mean_square(errors))
     return StraightThrough.apply(v, W, found["codebooks"], coarse, *rest)
 
 

@@ -106,7 +106,7 @@ def quantize(
 
         found = Quantized(*kernel.quantize(Y, codebooks, usage, share))
         if torch.are_deterministic_algorithms_enabled():
-            found = found._replace(distortion=_mean_square(found.errors))
+            found = found._replace(distortion=mean_square(found.errors))
         return found
     D, K, _ = codebooks.shape
     codes = nearest(Y, codebooks)
@@ -118,10 +118,11 @@ def quantize(
         one = Y.new_ones(()).expand(len(at))
         usage.view(-1).index_add_(0, at, one, alpha=share)
     errors = Y - words
-    return Quantized(codes, at, words, errors, _mean_square(errors))
+    return Quantized(codes, at, words, errors, mean_square(errors))
 
 
-def _mean_square(errors: Float[Tensor, "N n"]) -> Tensor:
+def mean_square(errors: Float[Tensor, "N n"]) -> Tensor:
+    """The distortion, a scalar."""
     flat = errors.flatten()
     return torch.dot(flat, flat) / max(len(errors), 1)
 
