@@ -197,6 +197,22 @@ def test_the_table_of_damaged_files_is_what_was_measured():
     assert price in (DOCS / "reliability.md").read_text()
 
 
+def test_what_the_index_costs_a_training_step_is_what_was_measured():
+    told = " ".join((ROOT / "README.md").read_text().split())
+    for device, mode, form in (
+        ("cuda", "eager", "{1:.2f} times as long as with a frozen rotation and {0:.2f} times"),
+        ("cuda", "graph", "as CUDA graphs {1:.2f} and {0:.2f} times"),
+        ("cpu", "eager", "on 2 CPU threads {1:.2f} and {0:.2f}"),
+    ):
+        rows = json.loads((ROOT / "results" / f"layer-{device}.json").read_text())
+        mine = [row for row in rows if (row["contender"], row["mode"]) == ("gcd-greedy", mode)]
+        times = [[row[key] for row in mine] for key in ("times_no_index", "times_frozen")]
+        assert form.format(*map(statistics.median, times)) in told, mode
+        if mode == "eager" and device == "cuda":
+            ends = [f"from {min(found):.2f} to {max(found):.2f}" for found in times]
+            assert f"{ends[1]} and {ends[0]}" in told
+
+
 def test_every_public_name_is_in_the_reference():
     reference = (DOCS / "api.md").read_text()
     assert [name for name in givens.__all__ if not re.search(rf"\b{name}\b", reference)] == []
