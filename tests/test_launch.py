@@ -1,5 +1,6 @@
 """What is kept of a launch: the compiled kernel that Triton itself would find."""
 
+import contextlib
 import itertools
 import types
 
@@ -89,6 +90,27 @@ def test_what_is_compiled_for_is_looked_for_anew(change):
     launch(kernel, **same)
     launch(kernel, **{**same, **change})
     assert [number for number, *_ in kernel.ran] == [1, 2]
+
+
+def test_a_kernel_starts_where_its_arguments_are(monkeypatch):
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def on(device):
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(
+        Kernel, "__getitem__", lambda kernel, _: lambda *_, **__: Compiled(kernel, 1)
+    )
+    monkeypatch.setattr(Compiled, "run", lambda *_: seen.append(current[0]))
+    kernel = Kernel()
+    for device in ("cuda:1", "cuda:0", "cuda:1", "cuda:0", "cuda:1"):
+        grid.launch(kernel, (3,), torch.device(device), 7, 0.5, 1, COUNTED=True, WIDE=64)
+    assert (seen, current) == ([1, 0, 1], [0])
 
 
 def test_kinds_are_those_of_triton():

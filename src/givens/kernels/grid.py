@@ -148,13 +148,15 @@ def launch(
     if found is None:
         _find(key, kernel, grid, device, arguments, together, options)
         return
-    run, how, constants = found
+    compiled, constants = found
     stream = driver.active.get_current_stream(device.index)
-    run(*(*grid, 1, 1)[:3], stream, *how, *arguments, *constants)
+    # The three are for hooks of Triton's own profiler, which is told of first launches alone.
+    how = compiled.function, compiled.packed_metadata, None, None, None
+    compiled.run(*(*grid, 1, 1)[:3], stream, *how, *arguments, *constants)
 
 
 # Compiled kernels, and their constants in order.
-_found: dict[Any, tuple[Any, tuple[Any, ...], list[Any]]] = {}
+_found: dict[Any, tuple[Any, list[Any]]] = {}
 
 
 def _find(
@@ -177,9 +179,7 @@ def _find(
     compiled = kernel[grid](*arguments, **options)
     # The interpreter compiles nothing.
     if compiled is not None:
-        # Without the hooks of Triton's own profiler, and what they would be told.
-        how = (compiled.function, compiled.packed_metadata, None, None, None)
-        _found[key] = compiled.run, how, [options[name] for name in names]
+        _found[key] = compiled, [options[name] for name in names]
 
 
 def _kind(argument: Any) -> Any:
