@@ -1,17 +1,20 @@
 """What the index costs a training step: two towers alone, with a frozen rotation, and with GCD.
 
-    python benchmarks/layer.py --device cpu --json results/layer-cpu.json
-    python benchmarks/layer.py --device cuda --json results/layer-cuda.json
+    python benchmarks/layer.py --device cpu --runs 5 --json results/layer-cpu.json
+    python benchmarks/layer.py --device cuda --runs 5 --json results/layer-cuda.json
 
 A step is forward, backward and all optimizers, at n = 512, a batch of 1,024 and codes of 64 × 256.
 Items are rows of a table of 10,000, users the mean of 50 items of their history; each goes through
 a hidden layer of 1,024, is scored by cosine and trained by softmax over the batch. In eager mode,
-and on a GPU also as replays of a CUDA graph. The contenders take turns; rows have medians.
+and on a GPU also as replays of a CUDA graph. The contenders take turns; rows have medians. Every run
+is a process of its own: between them a host differs more than within one.
 """
 
 import argparse
+import multiprocessing
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,7 @@ def check(name: str, step: Callable[[], Tensor], layer: givens.IndexLayer | None
 
 def measure(sizes: argparse.Namespace, device: str, mode: str) -> list[dict[str, Any]]:
     """Rows of one mode, "eager" or "graph"."""
+    torch.set_num_threads(sizes.threads)
     graphs = mode == "graph"
     steps = {}
     for name in CONTENDERS:
@@ -156,16 +160,21 @@ def main() -> None:
     parser.add_argument("--codewords", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     about = environment(arguments.device)
     print(about)
     rows = []
-    for mode in ("eager", "graph") if arguments.device == "cuda" else ("eager",):
-        rows += [{**row, **about} for row in measure(arguments, arguments.device, mode)]
-        if arguments.json:
-            write(arguments.json, rows)
+    for run in range(1, arguments.runs + 1):
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, context) as process:
+            for mode in ("eager", "graph") if arguments.device == "cuda" else ("eager",):
+                found = process.submit(measure, arguments, arguments.device, mode).result()
+                rows += [{"run": run, **row, **about} for row in found]
+                if arguments.json:
+                    write(arguments.json, rows)
 
 
 if __name__ == "__main__":
