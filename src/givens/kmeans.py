@@ -50,7 +50,7 @@ class Quantized(NamedTuple):
     errors: Tensor
     """The vectors without them."""
     distortion: Tensor
-    """Their mean square, a scalar."""
+    """Their mean squared length, a scalar."""
 
 
 def nearest(
@@ -122,7 +122,7 @@ def quantize(
 
 
 def mean_square(errors: Float[Tensor, "N n"]) -> Tensor:
-    """The distortion, a scalar."""
+    """The mean squared length of vectors, a scalar."""
     flat = errors.flatten()
     return torch.dot(flat, flat) / max(len(errors), 1)
 

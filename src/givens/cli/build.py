@@ -112,8 +112,8 @@ def _build_shards(
     from givens.export import shards
     from givens.export.faiss import checked_ids
 
-    if q.coarse is None:
-        raise ValueError("shards are of inverted lists: the quantizer needs coarse centroids")
+    # Refused before anything is made.
+    shards.centroids(q)
     engine, address, workers = how
     encode: Any = shards.encode_here
     options: dict[str, Any] = {}

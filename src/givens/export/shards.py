@@ -26,11 +26,13 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from givens import files, vectors
 from givens.export.faiss import (
     Source,
     Stored,
+    checked_ids,
     empty_index,
     inverted,
     recording,
@@ -123,6 +125,13 @@ def plan(sources: Sequence[str], dim: int) -> list[Job]:
     return jobs
 
 
+def centroids(q: Quantizer) -> Tensor:
+    """The centres of its lists, without which there is nothing to cut into shards."""
+    if q.coarse is None:
+        raise ValueError("shards are of inverted lists: the quantizer needs coarse centroids")
+    return q.coarse
+
+
 def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -> Shard:
     """Write the shard of a job, unless it is there and whole.
 
@@ -137,13 +146,9 @@ def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -
     key = hashlib.sha256(json.dumps(claim).encode()).hexdigest()[:12]
     path = Path(folder) / f"{job.number:05d}-{key}.lists"
     if not _is_whole(path, claim):
-        source = Source(
-            job.read(),
-            q.dim,
-            np.arange(job.first, job.first + job.rows) if ids is None else ids,
-            first=job.first,
-        )
-        sizes, lists = _lists(q, source)
+        names = np.arange(job.first, job.first + job.rows) if ids is None else ids
+        source = Source(job.read(), q.dim, None, first=job.first)
+        sizes, lists = _lists(q, source, checked_ids(names, job.rows))
         tensors = {"sizes": torch.from_numpy(sizes), "lists": torch.from_numpy(lists)}
         files.save(path, KIND, tensors, claim)
     return Shard(path.name, job.rows, files.checksum(path))
@@ -305,24 +310,22 @@ class _Lists:
         return lists
 
 
-def _lists(q: Quantizer, source: Source) -> tuple[Ids, npt.NDArray[np.uint8]]:
+def _lists(q: Quantizer, source: Source, ids: Ids) -> tuple[Ids, npt.NDArray[np.uint8]]:
     """The sizes of all lists and their bytes."""
+    coarse = centroids(q)
     # Its parts live as long as it does.
     index = empty_index(q, table=False)
     pq = inverted(index).pq
     N, code, device = len(source.vectors), pq.code_size, q.rotation.device
-    numbers, at = np.empty(N, np.int64), 0
-    codes, ids = np.empty((N, code), np.uint8), np.empty(N, np.int64)
-    assert q.coarse is not None
-    for part, names in source.slices():
+    numbers, codes, at = np.empty(N, np.int64), np.empty((N, code), np.uint8), 0
+    for part, _ in source.slices():
         rows = slice(at, at := at + len(part))
         Y = q.rotate(part.to(device))
         owners = q.assign(Y)
-        codes[rows] = pq.compute_codes((Y - q.coarse[owners]).cpu().numpy())
-        assert names is not None
-        numbers[rows], ids[rows] = owners.cpu().numpy(), names
+        codes[rows] = pq.compute_codes((Y - coarse[owners]).cpu().numpy())
+        numbers[rows] = owners.cpu().numpy()
     order = np.argsort(numbers, kind="stable")
-    sizes = np.bincount(numbers, minlength=len(q.coarse)).astype(np.int64)
+    sizes = np.bincount(numbers, minlength=len(coarse)).astype(np.int64)
     codes, raw_ids = codes[order], ids[order].view(np.uint8).reshape(N, ID)
     lists, end, first = np.empty(N * (code + ID), np.uint8), 0, 0
     for size in sizes[sizes > 0].tolist():

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: a barrier across the grid, the hash, the random pairing."""
+"""What the Triton kernels share: how they start, a barrier, the hash, the random pairing."""
 
 import functools
 import math
