@@ -43,8 +43,8 @@ import safetensors.torch
 import torch
 
 import givens
-from givens import files
 from givens.export.faiss import load_index, save_index, to_faiss
+from givens.storage import files
 
 SLOW = 1.0
 HUNG = 20.0

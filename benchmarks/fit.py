@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import givens
-from givens.fixed import SAMPLE
+from givens.fixed.fit import SAMPLE
 from givens.paper.rows import PACKAGES, environment, write
 
 TRAIN, HELD = 65_536, 200_000

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import givens
-from givens.kernels.matching import Matcher
-from givens.kernels.nearest import nearest
+from givens.kernels.gpu.matching import Matcher
+from givens.kernels.gpu.nearest import nearest
 from givens.paper.fig4 import captured, timed_by_events
 from givens.paper.rows import environment, write
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from givens.files import checksum
 from givens.paper.rows import Rows, environment, write
+from givens.storage.files import checksum
 
 FILE = 500_000
 CLUSTERS, QUERIES, K = 20_000, 10_000, 10

@@ -1,10 +1,13 @@
-"""Under DistributedDataParallel every rank ends with the same R, bit for bit (gloo, on a CPU)."""
+"""What ranks exchange (gloo, on a CPU), against one process that has it all."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from givens import distributed
 
 SCRIPT = """
 import os
@@ -12,39 +15,60 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import givens
+from givens import distributed
 
 store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-n = 16
-for pairing in ("random", "greedy", "steepest", "overlapping-random"):
-    torch.manual_seed(0)
-    model = nn.Sequential(givens.Rotation(n, givens.random_rotation(n)), nn.Linear(n, n))
-    ddp = DistributedDataParallel(model)
-    turn = givens.GCD(model[0].parameters(), 0.02, pairing=pairing, exact=False, seed=7)
-    other = torch.optim.Adam(model[1].parameters())
-    start = model[0].weight.detach().clone()
-    torch.manual_seed(100 + rank)
-    for _ in range(30):
-        x = torch.randn(8, n)
-        loss = (ddp(x) - x.flip(1)).square().mean()
-        turn.zero_grad()
-        other.zero_grad()
-        loss.backward()
-        turn.step()
-        other.step()
-    W = model[0].weight.detach()
-    everywhere = [torch.empty_like(W) for _ in range(world)]
-    dist.all_gather(everywhere, W)
-    if not all(torch.equal(W, V) for V in everywhere):
-        sys.exit("ranks differ")
-    if torch.allclose(W, start, atol=1e-3) or givens.orthogonality_error(W) > 1e-5:
-        sys.exit("nothing learned, or not a rotation")
-    del ddp
+ranks.BUNDLED = 20
+mixed = torch.linspace(1, 2, world)
+for total in (1, world, 10, 11):
+    X = torch.randn(total, 4, generator=torch.Generator().manual_seed(total))
+    # The loss of all ranks: each uses all rows in its own way, and every row is of one rank.
+    whole = X.clone().requires_grad_()
+    (whole.sin().square() * mixed.sum()).sum().backward()
+    part = X[distributed.rows(total)].clone().requires_grad_()
+    everything = distributed.gathered(part.sin(), total)
+    torch.testing.assert_close(everything, X.sin(), rtol=0, atol=0)
+    (everything.square() * mixed[rank]).sum().backward()
+    torch.testing.assert_close(part.grad, whole.grad[distributed.rows(total)])
+    # Shares of means over parts, even of none, add up to the mean over all.
+    mean = part.detach().sum() / max(len(part), 1) / 4
+    added = distributed.added(distributed.share(mean, len(part), total))
+    torch.testing.assert_close(added, X.mean())
+
+# Large and small, of any layout, and one without a gradient.
+sizes = ((3, 7), (5,), (), (2, 2))
+parts = [torch.zeros(size, requires_grad=True) for size in sizes] + [torch.zeros(2)]
+parts[3].grad = torch.arange(4.0).view(2, 2).mT * (rank + 1)
+for part in parts[:3]:
+    part.grad = torch.full_like(part, rank + 1.0)
+distributed.add_gradients(parts)
+times = world * (world + 1) / 2
+for part in parts[:3]:
+    torch.testing.assert_close(part.grad, torch.full_like(part, times))
+torch.testing.assert_close(parts[3].grad, torch.arange(4.0).view(2, 2).mT * times)
+
+mine = torch.full((3,), float(rank))
+distributed.copy_from_first(mine, None)
+torch.testing.assert_close(mine, torch.zeros(3))
+if distributed.from_first(lambda: f"made by {rank}") != "made by 0":
+    sys.exit("made by another")
+distributed.check_same("numbers", [mine, "and words"], "")
+try:
+    distributed.check_same("numbers", [str(rank)], "look")
+except ValueError as error:
+    if f"numbers must be the same on all ranks, but rank 1 of {world}" not in str(error):
+        raise
+else:
+    sys.exit("other numbers were not seen")
+try:
+    distributed.from_first(lambda: 1 / 0)
+except ZeroDivisionError:
+    pass
+else:
+    sys.exit("the first rank's error was lost")
 dist.barrier()
 dist.destroy_process_group()
 # All is checked; gloo's threads may still race with the interpreter's end.
@@ -52,18 +76,40 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_agree_to_the_last_bit(world, tmp_path):
+def test_three_ranks_exchange_what_one_has(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
+    processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, tmp_path / "store", str(rank), str(world)],
+            [sys.executable, "-c", SCRIPT, tmp_path / "store", str(rank), "3"],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(world)
+        for rank in range(3)
     ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=240)
-        assert rank.returncode == 0, errors
+    for process in processes:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+
+
+def test_one_alone_exchanges_nothing():
+    x = torch.randn(3, 2)
+    assert distributed.count() == 1
+    assert distributed.is_first()
+    assert distributed.rows(3) == slice(0, 3)
+    assert distributed.gathered(x, 3) is distributed.added(x) is distributed.share(x, 3, 3) is x
+    assert distributed.join(torch.device("cpu")) == torch.device("cpu")
+    distributed.leave()
+
+
+def test_a_gpu_for_each_rank(monkeypatch):
+    for name, value in (("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    # Without torchrun its variables mean nothing.
+    assert distributed.join(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    with pytest.raises(ValueError, match=r"at most the number of GPUs .*, but got 4 ranks for 2"):
+        distributed.join(torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"each rank takes a GPU of its own, but got cuda:1"):
+        distributed.join(torch.device("cuda", 1))

@@ -34,10 +34,10 @@ def test_public_names_have_a_docstring(name):
 
 
 def test_every_module_has_its_test():
-    """The map in CONTRIBUTING is kept: src/givens/x.py ↔ tests/test_x.py."""
-    modules = {path.stem for path in (ROOT / "src" / "givens").glob("*.py")} - {
-        "__init__",
-        "__main__",
-    }
-    tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
-    assert modules <= tests
+    """The map in CONTRIBUTING is kept: src/givens/x.py ↔ tests/test_x.py, and folder by folder."""
+    source, tests = ROOT / "src" / "givens", ROOT / "tests"
+    modules = {path.stem for path in source.glob("*.py")} - {"__init__", "__main__"}
+    assert modules <= {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}
+    for folder in source.iterdir():
+        if (folder / "__init__.py").exists():
+            assert list((tests / folder.name).glob("test_*.py")), folder

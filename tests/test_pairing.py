@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import givens
-from givens.kernels import compiled
+from givens.kernels.cpu import compiled
 from givens.pairing import overlapping_greedy_pairs, overlapping_random_pairs
 
 SIZES = st.integers(1, 13)

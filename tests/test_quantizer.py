@@ -164,10 +164,10 @@ def test_a_file_that_is_no_quantizer_is_refused(tmp_path):
         ({**parts, "more": EYE}, "unknown part 'more'"),
         ({**parts, "rotation": EYE * 2}, "must be orthogonal"),
     ]:
-        givens.files.save(path, "quantizer", tensors, {"metric": "l2"})
+        givens.storage.files.save(path, "quantizer", tensors, {"metric": "l2"})
         with pytest.raises(ValueError, match=message) as caught:
             givens.load(path)
         assert str(caught.value).startswith(str(path))
-    givens.files.save(path, "checkpoint", parts, {})
+    givens.storage.files.save(path, "checkpoint", parts, {})
     with pytest.raises(ValueError, match="holds a 'checkpoint', not a 'quantizer'"):
         givens.load(path)

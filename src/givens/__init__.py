@@ -1,8 +1,8 @@
 """Learn rotation matrices by Givens coordinate descent, and train embedding indexes end to end."""
 
 from givens import baselines, kernels, pairing
-from givens.fixed import fit
-from givens.layer import IndexLayer
+from givens.fixed.fit import fit
+from givens.layer.layer import IndexLayer
 from givens.optim import GCD
 from givens.pairing import greedy_pairs, random_pairs, steepest_pairs
 from givens.quantizer import Codes, Quantizer, load

@@ -13,7 +13,7 @@ from jaxtyping import Float, Integer, Num
 from torch import Tensor
 
 from givens import kernels
-from givens.vectors import chunks, rows_of
+from givens.storage.vectors import chunks, rows_of
 
 Start = Literal["sampled", "plus-plus"]
 
@@ -102,7 +102,7 @@ def quantize(
     Takes float32.
     """
     if fused(Y, codebooks):
-        from givens.kernels import nearest as kernel
+        from givens.kernels.gpu import nearest as kernel
 
         found = Quantized(*kernel.quantize(Y, codebooks, usage, share))
         if torch.are_deterministic_algorithms_enabled():
@@ -175,7 +175,7 @@ def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clu
     for Y in parts:
         codes, distances = assign(Y, C)
         if kernels.choose(Y) == "numba":
-            from givens.kernels import lloyd
+            from givens.kernels.cpu import lloyd
 
             added = torch.zeros_like(sums, dtype=torch.float32)
             arrays = (Y, codes, distances, added, counts, errors)
@@ -196,7 +196,7 @@ def fused(Y: Tensor, C: Tensor) -> bool:
     """Whether a GPU kernel finds the nearest codewords."""
     if not kernels.on_device(Y):
         return False
-    from givens.kernels import nearest as kernel
+    from givens.kernels.gpu import nearest as kernel
 
     return C.shape[-1] <= kernel.WIDEST
 
@@ -204,11 +204,11 @@ def fused(Y: Tensor, C: Tensor) -> bool:
 def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (N, D) and squared distances (N, D) of Y (N, n), float32: the one hot loop."""
     if fused(Y, C):
-        from givens.kernels import nearest as kernel
+        from givens.kernels.gpu import nearest as kernel
 
         return kernel.nearest(Y, C)
     if kernels.choose(Y) == "numba":
-        from givens.kernels import lloyd
+        from givens.kernels.cpu import lloyd
 
         found = lloyd.nearest(Y.contiguous().numpy(), C.contiguous().numpy())
         return torch.from_numpy(found[0]), torch.from_numpy(found[1])

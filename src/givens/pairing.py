@@ -26,7 +26,7 @@ def random_pairs(n: int, seed: int = 0, *, step: int = 0, stream: int = 0) -> In
     """
     _check_draw(n, seed)
     if kernels.choose() == "numba":
-        from givens.kernels import compiled
+        from givens.kernels.cpu import compiled
 
         pairs = torch.empty(n // 2, 2, dtype=torch.int64, device="cpu")
         compiled.draw_pairs(n, seed, step, stream, pairs.numpy())
@@ -83,7 +83,7 @@ def matched_pairs(
     """`greedy_pairs` or `steepest_pairs` of |A|, which must be symmetric to the last bit."""
     n = magnitudes.shape[-1]
     if kernels.choose(magnitudes) == "triton" and n > 1 and not (steepest and exact):
-        from givens.kernels.matching import Matcher
+        from givens.kernels.gpu.matching import Matcher
 
         matcher = Matcher(magnitudes)
         pairs = matcher.new_pairs()
@@ -107,7 +107,7 @@ def _locally_dominant(weights: Float[Tensor, "n n"], *, signed: bool = False) ->
     """The greedy matching of a complete graph with symmetric weights; −1 marks a free axis."""
     n = len(weights)
     if kernels.choose(weights) == "numba":
-        from givens.kernels import compiled
+        from givens.kernels.cpu import compiled
 
         found = torch.empty(n, dtype=torch.int64, device=weights.device)
         compiled.match(_sortable(weights, signed).numpy(), found.numpy())
@@ -195,7 +195,7 @@ def _bid(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each axis's best and second best offer at the prices asked now, and who makes the best."""
     if kernels.choose(weights) == "numba":
-        from givens.kernels import compiled
+        from givens.kernels.cpu import compiled
 
         now = first.clone(), second.clone(), bidder.clone()
         offer = torch.empty_like(first)
@@ -217,7 +217,7 @@ def _asked(first: Tensor, second: Tensor, bidder: Tensor) -> Tensor:
 def _exchanged(partner: Int[Tensor, " n"], weights: Tensor) -> Int[Tensor, " n"]:
     """Exchange pairs (a, b), (c, d) for (a, c), (b, d) or (a, d), (b, c) while that gains."""
     if kernels.choose(weights) == "numba":
-        from givens.kernels import compiled
+        from givens.kernels.cpu import compiled
 
         partner = partner.clone()
         gain = weights.new_empty(len(partner) // 2, len(partner) // 2)

@@ -18,11 +18,10 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from givens import files
 from givens.kmeans import nearest
-from givens.rotation import check_orthogonal, determinant
-from givens.straight_through import full_precision
-from givens.vectors import chunks
+from givens.rotation import check_orthogonal, determinant, full_precision
+from givens.storage import files
+from givens.storage.vectors import chunks
 
 Metric = Literal["l2", "ip", "cosine"]
 KIND = "quantizer"

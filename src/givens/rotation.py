@@ -4,6 +4,9 @@ R (n, n) rotation; W = Rᵀ, its row-major store; G = ∂L/∂R; A = GᵀR − R
 R_ij(θ) the identity with cosθ at (i, i) and (j, j), −sinθ at (i, j), sinθ at (j, i).
 """
 
+import contextlib
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -122,7 +125,7 @@ def turn_rows_(W: Tensor, pairs: Tensor, theta: Tensor, *, disjoint: bool) -> No
         for w, p, t in zip(W, pairs, theta, strict=True):
             turn_rows_(w, p, t, disjoint=disjoint)
     elif kernels.choose(W) == "numba":
-        from givens.kernels import compiled
+        from givens.kernels.cpu import compiled
 
         # The compiled loop takes the planes in order, so it needs no disjointness.
         compiled.turn_rows(W.numpy(), pairs.numpy(), theta.numpy())
@@ -141,7 +144,7 @@ def turn_rows_(W: Tensor, pairs: Tensor, theta: Tensor, *, disjoint: bool) -> No
 def skew_magnitudes(P: Tensor) -> Tensor:
     """|P − Pᵀ|, symmetric to the last bit; P may be overwritten."""
     if kernels.choose(P) == "numba":
-        from givens.kernels import compiled
+        from givens.kernels.cpu import compiled
 
         for p in P.numpy().reshape(-1, *P.shape[-2:]):
             compiled.magnitudes(p)
@@ -162,6 +165,13 @@ def orthonormalise_rows_(W: Tensor, pairs: Tensor) -> None:
     W[i], W[j] = rows.unbind(1)
 
 
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """No autocast; looked at first, since to enter its context takes as long as a kernel."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def orthogonality_error(R: Float[Tensor, "*batch n n"]) -> float:
     """Max |RᵀR − I|, computed in float64."""
     check_square("R", R)
@@ -173,7 +183,7 @@ def orthogonality_error(R: Float[Tensor, "*batch n n"]) -> float:
 def is_finite(M: Tensor) -> bool:
     """Whether no entry is NaN or infinite; waits for the device."""
     if kernels.choose(M) == "numba" and M.is_contiguous():
-        from givens.kernels import compiled
+        from givens.kernels.cpu import compiled
 
         return bool(compiled.finite(M.detach().numpy()))
     return bool(M.isfinite().all())

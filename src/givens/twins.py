@@ -30,7 +30,7 @@ def step_compiled_(
     workspaces: dict[Any, Any],
 ) -> None:
     """`step_` on a CPU: the same, its loops compiled."""
-    from givens.kernels import compiled
+    from givens.kernels.cpu import compiled
 
     t = state["step"] + 1
     n, b = W.shape[-1], 1 if W.ndim == 2 else len(W)
@@ -74,8 +74,8 @@ def step_fused_(
     The product that chooses the planes may use TF32; their angles come from float32 sums over the
     chosen rows alone.
     """
-    from givens.kernels.matching import Matcher
-    from givens.kernels.turning import Turner
+    from givens.kernels.gpu.matching import Matcher
+    from givens.kernels.gpu.turning import Turner
 
     check_gradient(W, G)
     n = W.shape[-1]

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 import givens
-from givens import files, ranks
+from givens import distributed
 from givens.cli.build import build
 from givens.cli.demo import demo
 from givens.cli.evaluate import evaluate
@@ -20,6 +20,7 @@ from givens.cli.paper import app as paper
 from givens.cli.report import report
 from givens.cli.search import search
 from givens.cli.train import train
+from givens.storage import files
 
 app = typer.Typer(
     name="givens",
@@ -119,7 +120,7 @@ def _ask_again(number: int) -> None:
 
 def _fail(message: str, code: int = 1, what: str = "") -> None:
     """End with a line; of ranks that end for one reason, one has the word."""
-    if ranks.is_told(what or message):
+    if distributed.is_told(what or message):
         os._exit(code)
     typer.echo(f"givens: {' '.join(message.split())}", err=True)
     sys.exit(code)

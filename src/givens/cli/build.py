@@ -9,10 +9,10 @@ from typing import Annotated, Any, cast, get_args
 import numpy as np
 import typer
 
-from givens import vectors
 from givens.cli import output as out
 from givens.cli.output import Engine
 from givens.quantizer import Quantizer, load
+from givens.storage import vectors
 
 
 def build(

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from givens import files
 from givens.cli import output as out
 from givens.cli.train import run_record
 from givens.paper.joint import NAMES
 from givens.report.runs import Folder
 from givens.retrieval.config import Method, suited
 from givens.retrieval.data import click_log
+from givens.storage import files
 
 # The built-in log, and how the runs differ from what `givens train` does with it: codes of 4 bits,
 # as small indexes have them, and R starts as the identity, so that learning it is all it gets.

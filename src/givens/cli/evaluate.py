@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from givens import files, vectors
 from givens.cli import output as out
 from givens.cli.search import batches, check_queries, open_index
+from givens.storage import files, vectors
 
 KS = (1, 10, 100)
 LEAST_SECONDS, MOST_PASSES = 0.2, 10

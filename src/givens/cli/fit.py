@@ -9,11 +9,11 @@ from typing import Annotated, Any, cast, get_args
 import torch
 import typer
 
-from givens import vectors
 from givens.cli import output as out
-from givens.fixed import METHODS, SAMPLE, Init, Method, Progress
-from givens.fixed import fit as fit_quantizer
+from givens.fixed.fit import METHODS, SAMPLE, Init, Method, Progress
+from givens.fixed.fit import fit as fit_quantizer
 from givens.quantizer import Metric, Quantizer, load
+from givens.storage import vectors
 
 # Vectors that the distortion is told of.
 MEASURED = 100_000

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import givens
-from givens import files, vectors
+from givens.storage import files, vectors
 
 Engine = Literal["local", "ray"]
 

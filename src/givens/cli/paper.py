@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from givens import files
 from givens.cli import output as out
+from givens.storage import files
 
 app = typer.Typer(
     name="paper", help="The paper's figures and tables: rows, pictures and what they show.",

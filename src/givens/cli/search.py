@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 import typer
 
-from givens import files, vectors
 from givens.cli import output as out
 from givens.cli.build import read_ids
 from givens.export import NPROBE
+from givens.storage import files, vectors
 
 # Queries searched at once: a batch for the bar to move, large enough for Faiss's threads.
 BATCH = 1024

@@ -7,10 +7,11 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from givens import files, ranks
+from givens import distributed
 from givens.cli import output as out
 from givens.retrieval.config import Config, Method, Start, suited
 from givens.retrieval.data import Log
+from givens.storage import files
 
 METHODS = get_args(Method)
 
@@ -94,7 +95,7 @@ def train(
         every=every,
         seed=seed,
     )
-    ranks.leave()
+    distributed.leave()
 
 
 def _train(output: Path, data: Path | None, *, resume: bool, device: str, **options: Any) -> None:
@@ -105,13 +106,13 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
     from givens.retrieval.train import train as trained
 
     began = time.perf_counter()
-    place = ranks.join(out.check_device(device))
+    place = distributed.join(out.check_device(device))
     if (output / CHECKPOINT).exists() and not resume:
         raise ValueError(f"{output} holds a run; go on with --resume, or choose another folder")
     log = click_log() if data is None else read(data)
     config = suited(log, small=data is None, **options)
     config.check(log)
-    if not ranks.is_first():
+    if not distributed.is_first():
         trained(log, config, output, resume=resume, device=place)
         return
     typer.echo(log)
@@ -146,8 +147,8 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
 def run_record(config: Config, log: Log, device: str, data: Path | None) -> dict[str, Any]:
     """How a run comes about, for its config.json."""
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
-    if not ranks.alone():
-        options["ranks"] = ranks.count()
+    if not distributed.alone():
+        options["ranks"] = distributed.count()
     about = out.record(config.seed, device, data=data and str(data), **options)
     return {**about, "log": str(log)}
 

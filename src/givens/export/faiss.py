@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 import givens
-from givens import files
 from givens.export import NPROBE
 from givens.quantizer import Metric, Quantizer
 from givens.rotation import determinant
-from givens.vectors import chunks
+from givens.storage import files
+from givens.storage.vectors import chunks
 
 try:
     import faiss
@@ -66,8 +66,8 @@ def to_faiss(
 
     Args:
         q: the quantizer.
-        vectors: (N, n), a tensor, an array or a file from `givens.vectors.read`, streamed; none
-            gives an empty index that Faiss can add to.
+        vectors: (N, n), a tensor, an array or a file from `givens.storage.vectors.read`, streamed;
+            none gives an empty index that Faiss can add to.
         kind: by default "ivfpq" with coarse centroids and "pq" without; the FastScan forms take
             16 codewords.
         ids: (N,) what the index answers with, instead of the vectors' positions.

@@ -38,7 +38,7 @@ def to_lance(
 
     Args:
         q: the quantizer, with coarse centroids.
-        vectors: (N, n), a tensor, an array or a file from `givens.vectors.read`, streamed.
+        vectors: (N, n), a tensor, an array or a file from `givens.storage.vectors.read`, streamed.
         uri: a folder, or an address that Lance writes to.
         payload: columns of N values to keep beside the vectors.
         ids: (N,) integers, the vectors' positions unless given.

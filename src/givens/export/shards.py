@@ -28,7 +28,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from givens import files, vectors
 from givens.export.faiss import (
     Source,
     Stored,
@@ -39,6 +38,7 @@ from givens.export.faiss import (
     slice_rows,
 )
 from givens.quantizer import Quantizer, load
+from givens.storage import files, vectors
 
 KIND, FORMAT = "lists", 1
 MANIFEST, LOCK = "manifest.json", "lock"

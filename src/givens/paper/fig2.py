@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from givens import vectors
-from givens.fixed import fit
-from givens.moments import Learned
+from givens.fixed.fit import fit
+from givens.fixed.turns import Learned
 from givens.paper.rows import Rows, environment, number, plain_ticks, read, save_picture, write
+from givens.storage import vectors
 
 SUBSPACES, CODEWORDS = 4, 256
 RATE, STEPS = 1e-4, 5

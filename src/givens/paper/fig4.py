@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from givens import files, kernels
+from givens import kernels
 from givens.baselines import optimizer_for
 from givens.paper.rows import Rows, environment
 from givens.rotation import Rotation, orthogonality_error, random_rotation
+from givens.storage import files
 
 METHODS = ("gcd-random", "gcd-greedy", "gcd-steepest", "cayley", "svd")
 DIMS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096)}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import givens
-from givens import files
+from givens.storage import files
 
 Rows = list[dict[str, Any]]
 PACKAGES = ("torch", "numba", "triton", "faiss-cpu")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import givens
-from givens import files
 from givens.report import figures
 from givens.report.findings import Entry, findings
 from givens.report.measure import measured
 from givens.report.runs import read_runs
+from givens.storage import files
 
 
 def report(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from givens import files
 from givens.retrieval.batches import Asked, Held
 from givens.retrieval.config import difference
 from givens.retrieval.run import Best, Run
+from givens.storage import files
 
 KIND, TOWERS, USERS = "checkpoint", "towers", "users"
 

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from givens import ranks
+from givens import distributed
 from givens.retrieval.data import Log
 from givens.retrieval.towers import Pool
 
@@ -155,10 +155,10 @@ class Config:
                 )
         if not self.history and log.words is None:
             raise ValueError("history must be at least 1 where a log has no words, but got 0")
-        if self.batch % ranks.count():
+        if self.batch % distributed.count():
             raise ValueError(
                 f"batch must be divisible by the number of ranks, but got batch={self.batch} "
-                f"for {ranks.count()}"
+                f"for {distributed.count()}"
             )
 
 

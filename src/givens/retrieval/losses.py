@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from givens import ranks
+from givens import distributed
 
 
 def softmax_loss(
@@ -40,7 +40,7 @@ def softmax_loss(
         again = same.scatter(1, target[:, None], False)
         logits = logits.masked_fill(again, -torch.inf)
     mean = functional.cross_entropy(logits, target)
-    return ranks.share(mean, 1, ranks.count())
+    return distributed.share(mean, 1, distributed.count())
 
 
 def hinge_loss(
@@ -57,4 +57,4 @@ def hinge_loss(
     if same is None:
         same = torch.zeros_like(scores, dtype=torch.bool)
     other = ~same.scatter(1, target[:, None], True)
-    return (loss * other).sum() / ranks.added(other.sum()).clamp_min(1)
+    return (loss * other).sum() / distributed.added(other.sum()).clamp_min(1)

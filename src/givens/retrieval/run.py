@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.optim import Adam, Optimizer, SparseAdam
 
-from givens import ranks
+from givens import distributed
 from givens.baselines import optimizer_for
-from givens.fixed import fit
-from givens.kernels.replay import Replay
-from givens.layer import IndexLayer
+from givens.fixed.fit import fit
+from givens.kernels.gpu.replay import Replay
+from givens.layer.layer import IndexLayer
 from givens.quantizer import Quantizer
 from givens.retrieval import evaluate
 from givens.retrieval.batches import Asked, Examples
@@ -80,7 +80,9 @@ class Run:
         self.best = Best(-1.0, 0, {})
         self.start: Quantizer | None = None
         # Where all items are candidates: a rank's part of them. One alone does without the list.
-        self.everything = None if ranks.alone() else torch.arange(log.catalogue, device=self.device)
+        self.everything = (
+            None if distributed.alone() else torch.arange(log.catalogue, device=self.device)
+        )
         # Losses that were not looked at yet: looking waits for the device.
         self.pending: list[Tensor] = []
         self.turned_from = self.layer.rotation.matrix.detach().clone()
@@ -170,7 +172,7 @@ class Run:
         """Embeddings of items, drawn alike."""
         drawn = np.random.default_rng(self.config.seed).permutation(self.log.catalogue)
         ids = torch.from_numpy(np.sort(drawn[: self.config.sample])).to(self.device)
-        return ranks.gathered(self.towers.item(ids[ranks.rows(len(ids))]), len(ids))
+        return distributed.gathered(self.towers.item(ids[distributed.rows(len(ids))]), len(ids))
 
     def advance(self) -> None:
         """One step: every rank draws the whole batch, and works on its rows of it."""
@@ -178,7 +180,7 @@ class Run:
         self.set_rates()
         asked, target = self.examples.draw(t, c.batch, progress=t / c.total)
         asked = self.examples.kept(asked, c.dropout)
-        mine = asked[ranks.rows(c.batch)]
+        mine = asked[distributed.rows(c.batch)]
         drawn = None if c.negatives is None else self.examples.uniform(c.negatives)
         batch = (mine.history, mine.words, target, drawn)
         losses = self.replay(self.update, *batch) if self.replay else self.update(*batch)
@@ -194,14 +196,14 @@ class Run:
     ) -> Float[Tensor, " 2"]:
         """Learn from a rank's rows of a batch: the batch's retrieval loss and its distortion."""
         retrieval, distortion = self.losses(self.towers.user(Asked(history, words)), target, drawn)
-        losses = ranks.added(torch.stack([retrieval.detach(), distortion.detach()]))
+        losses = distributed.added(torch.stack([retrieval.detach(), distortion.detach()]))
         if self.device.type == "cpu":
             check_finite(self.step, [losses])
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         (retrieval + self.config.weight * distortion).backward()  # type: ignore[no-untyped-call]
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        ranks.add_gradients(part for group in groups for part in group["params"])
+        distributed.add_gradients(part for group in groups for part in group["params"])
         for optimizer in self.optimizers:
             optimizer.step()
         return losses
@@ -217,7 +219,7 @@ class Run:
         Among ranks each has its rows of the batch, and its share of both. The candidates are of the
         whole batch: a rank embeds a part of them, and all gather them.
         """
-        c, mine = self.config, ranks.rows(len(target))
+        c, mine = self.config, distributed.rows(len(target))
         ids, column, log_q, same = self.everything, target[mine], None, None
         if drawn is not None:
             ids = torch.cat([target, drawn])
@@ -226,12 +228,12 @@ class Run:
             # How often an item is expected among the candidates.
             often = c.batch * self.examples.popularity[ids] + len(drawn) / self.log.catalogue
             log_q = often.log()
-        items = self.towers.item(None if ids is None else ids[ranks.rows(self.candidates)])
+        items = self.towers.item(None if ids is None else ids[distributed.rows(self.candidates)])
         distortion = users.new_zeros(())
         if self.joint:
             items, _, distortion = self.layer(items)
-            distortion = ranks.share(distortion, len(items), self.candidates)
-        items = ranks.gathered(items, self.candidates)
+            distortion = distributed.share(distortion, len(items), self.candidates)
+        items = distributed.gathered(items, self.candidates)
         if c.loss == "hinge":
             return hinge_loss(users, items, column, margin=c.margin, same=same), distortion
         loss = softmax_loss(users, items, column, temperature=c.temperature, log_q=log_q, same=same)
@@ -259,7 +261,7 @@ class Run:
         """
         if self.joint:
             self.meet()
-        row = ranks.from_first(self.seen)
+        row = distributed.from_first(self.seen)
         self.pending.clear()
         self.turned_from = self.layer.rotation.matrix.detach().clone()
         if row["recall"] > self.best.recall:
@@ -269,7 +271,7 @@ class Run:
 
     def check_ranks(self) -> None:
         """Refuse ranks that would not train the same model on the same draws."""
-        if ranks.alone():
+        if distributed.alone():
             return
         _, drawn = self.examples.draw(self.step, self.config.batch)
         stands: list[Tensor | str] = [
@@ -278,7 +280,7 @@ class Run:
             repr(self.step),
             drawn,
         ]
-        ranks.check_same(
+        distributed.check_same(
             "log, options, checkpoint and draws",
             stands,
             "give all the same options and a folder that they share, on machines of one kind",
@@ -286,10 +288,12 @@ class Run:
 
     def meet(self) -> None:
         """Count the codewords' use on all ranks, and make sure that they have the same index."""
-        mine, usage = ranks.rows(self.candidates), self.layer.usage
+        mine, usage = distributed.rows(self.candidates), self.layer.usage
         # A moving average of means: that over all is the mean of those over parts.
-        usage.copy_(ranks.added(ranks.share(usage, mine.stop - mine.start, self.candidates)))
-        ranks.check_same(
+        usage.copy_(
+            distributed.added(distributed.share(usage, mine.stop - mine.start, self.candidates))
+        )
+        distributed.check_same(
             "R and codebooks",
             [self.layer.rotation.matrix, self.layer.codebooks],
             "train on machines of one kind, or go on from the last checkpoint",
@@ -345,13 +349,15 @@ class Run:
 
         c, items = self.config, self.towers.item().cpu()
         sizes = (c.subspaces, c.codewords, c.coarse)
-        return ranks.from_first(lambda: fit_opq(items, *sizes, metric="cosine")).to(self.device)
+        return distributed.from_first(lambda: fit_opq(items, *sizes, metric="cosine")).to(
+            self.device
+        )
 
 
 def capturable(config: Config, *, joint: bool) -> bool:
     """Whether a step waits for nothing, so that it can be recorded."""
     waits = config.method == "expm" or config.exact
-    return ranks.alone() and not (joint and waits)
+    return distributed.alone() and not (joint and waits)
 
 
 def rotation_learner(layer: IndexLayer, config: Config) -> Optimizer:
@@ -376,7 +382,7 @@ def start_index(layer: IndexLayer, sample: Float[Tensor, "N n"], config: Config)
     if config.start == "opq":
         layer.warm_start(sample, config.iterations, seed=config.seed)
         return
-    if not ranks.is_first():
+    if not distributed.is_first():
         layer.start_from(None)
         return
     R = torch.eye(config.dim, dtype=sample.dtype, device=sample.device)

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from givens import files, ranks
+from givens import distributed
 from givens.quantizer import Quantizer
 from givens.retrieval import checkpoint, evaluate
 from givens.retrieval.config import Config
 from givens.retrieval.data import Log
 from givens.retrieval.run import Row, Run
 from givens.retrieval.towers import Towers
+from givens.storage import files
 
 # Saving takes at most this part of the time, unless it takes no time at all.
 SAVING, QUICK = 0.05, 0.5
@@ -88,7 +89,7 @@ def train(
     if resume and folder is not None and (folder / CHECKPOINT).exists():
         checkpoint.load(run, folder / CHECKPOINT)
     run.check_ranks()
-    if not ranks.is_first():
+    if not distributed.is_first():
         folder, tell = None, unheard
     saver = Saver(run, folder)
     with board(folder, run.step) as show:
@@ -111,7 +112,7 @@ def train(
             saver.save()
             tell(run.rows[-1])
     quantizer = run.indexed()
-    results = ranks.from_first(lambda: finished(run, quantizer, folder))
+    results = distributed.from_first(lambda: finished(run, quantizer, folder))
     return Trained(run.towers, quantizer, run.start, run.rows, results)
 
 

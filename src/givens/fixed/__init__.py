@@ -1,0 +1,1 @@
+"""`fit`: a quantizer for vectors that stay as they are."""

@@ -1,0 +1,412 @@
+"""Fit a quantizer to fixed embeddings: assignment, centroids and rotation in turn.
+
+Every iteration is one pass over the vectors, which assigns them and adds up their clusters; the
+rotation is learned from those sums (`moments`) and the codewords follow it. Early iterations look
+at a sixteenth and a quarter of the vectors.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from givens.fixed import turns
+from givens.fixed.sample import Sample
+from givens.kmeans import Clusters, kmeans, pass_over, updated
+from givens.quantizer import Metric, Quantizer
+from givens.rotation import check_orthogonal, determinant, random_rotation
+from givens.storage import files
+
+Method = Literal["pq"] | turns.Learned
+METHODS: tuple[str, ...] = ("pq", *get_args(turns.Learned))
+Init = Literal["auto", "identity", "eigen", "random"]
+KIND = "fit"
+
+# Vectors that are looked at: 256 for each of 256 codewords.
+SAMPLE = 65_536
+# The sample grows by this factor, from at least so many vectors per codeword and per axis.
+GROWTH = 4
+PER_CODEWORD, PER_AXIS = 16, 8
+# Passes over each size of the sample, and of each start that is tried.
+PASSES = 16
+TRIAL = 8
+# Turns of n/2 planes after a pass: by exact angles, and as in the paper. n of them visit about all
+# planes once; each costs n²K, so that this many over n cost a small part of the pass at any n.
+EXACT_STEPS, RAW_STEPS = 8192, 5
+# A stage ends when a pass lowers the distortion by less than this part of it; early ones sooner.
+TOLERANCE, EARLY = 2e-4, 5
+COARSE_PASSES = 10
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Progress:
+    """Where a fit stands: what its callback is given, and what `resume` goes on from."""
+
+    iteration: int
+    """Passes that are done."""
+    iterations: int
+    """The most there will be."""
+    vectors: int
+    """How many the last pass looked at."""
+    distortion: float
+    """Their mean squared error, before the turn that followed."""
+    rotation: Float[Tensor, "n n"]
+    codebooks: Float[Tensor, "D K w"]
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file, whole or not at all."""
+        parts = dataclasses.asdict(self)
+        tensors = {name: parts.pop(name).contiguous() for name in ("rotation", "codebooks")}
+        files.save(path, KIND, tensors, parts)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Progress":
+        """Read what `save` wrote; a file that is not as it was saved is refused."""
+        contents = files.load(path, KIND)
+        parts: dict[str, Any] = {**contents.metadata, **contents.tensors}
+        return cls(**parts)
+
+
+def fit(
+    x: Any,
+    subspaces: int = 8,
+    codewords: int = 256,
+    coarse: int = 0,
+    *,
+    method: Method = "gcd-greedy",
+    metric: Metric = "l2",
+    init: Init | Tensor | Quantizer = "auto",
+    seed: int = 0,
+    iterations: int | None = None,
+    sample: int | None = SAMPLE,
+    grow: bool = True,
+    tolerance: float = TOLERANCE,
+    rate: float | None = None,
+    steps: int | None = None,
+    callback: Callable[[Progress], None] | None = None,
+    resume: Progress | None = None,
+    device: torch.device | str | None = None,
+) -> Quantizer:
+    """Learn a rotation, codebooks and coarse centroids for vectors (N, n).
+
+    The same seed gives the same quantizer. With init="auto" the result is at most as far from the
+    vectors it looked at as that of method="pq".
+
+    Args:
+        x: a tensor, an array or a memory-mapped file of any number type.
+        subspaces: D, bytes of a code.
+        codewords: K of each subspace, 2 to 256.
+        coarse: centroids of an inverted file; the codebooks are then of the residuals. 0 for none.
+        method: "pq" does not rotate, "opq" by SVD, "cayley" by Cayley's transform; "gcd-random",
+            "gcd-greedy", "gcd-steepest" and the ablations "overlapping-random" and
+            "overlapping-greedy" by Givens rotations.
+        metric: "l2", "ip" or "cosine", for which vectors are normalised.
+        init: where R starts: at the "identity", "eigen"values dealt to the subspaces, "random", a
+            rotation, or an earlier quantizer, whose codebooks are the start too. "auto" tries the
+            first two.
+        seed: of everything that is drawn.
+        iterations: the most passes; it stops where they no longer pay. 48 unless given, 16 where
+            the sample does not grow.
+        sample: how many vectors to look at, drawn once; None for all, read again in every pass.
+        grow: whether early passes look at a part of the sample.
+        tolerance: it stops when a pass lowers the distortion by less than this part; −1 for never.
+        rate: the paper's λ, for its raw steps with codewords held, which has the square of the
+            data's scale in it. Without it the angles are exact, and the codewords follow.
+        steps: turns of n/2 planes after a pass; the lesser of n and 8192/n unless given, 5
+            with a rate.
+        callback: told of every pass. It may raise to stop.
+        resume: what a callback was told; the run then ends as if it had not been interrupted, given
+            the same vectors and options.
+        device: where to work; where x is, unless given.
+    """
+    _check(x, subspaces, codewords, coarse, sample)
+    _check_choices(method, metric, rate, steps, iterations, seed)
+    _check_init(init, subspaces, codewords, x.shape[1])
+    device = torch.device(device or (x.device if isinstance(x, Tensor) else "cpu"))
+    data = Sample(x, device)
+    if sample is not None:
+        data = data.drawn(sample, seed)
+    data.check()
+    if metric == "cosine":
+        data = data.seen(normalise=True)
+    centroids = None
+    if coarse:
+        centroids = _coarse(data, coarse, metric, seed, init)
+        data = data.seen(centroids=centroids)
+    run = Run(data, subspaces, codewords, method, seed, rate, steps, iterations, grow, tolerance)
+    W, C = run.finish(init, callback, resume)
+    return Quantizer(W.mT, C, None if centroids is None else centroids @ W.mT, metric)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """The alternation, on W = Rᵀ and codebooks C."""
+
+    data: Sample
+    subspaces: int
+    codewords: int
+    method: Method
+    seed: int
+    rate: float | None
+    steps: int | None
+    iterations: int | None
+    grow: bool
+    tolerance: float
+
+    def finish(
+        self,
+        init: Init | Tensor | Quantizer,
+        callback: Callable[[Progress], None] | None = None,
+        resume: Progress | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Begin or go on, and alternate until it pays no more."""
+        stages = self.stages(1 if isinstance(init, Quantizer) else 3)
+        last = sum(passes for _, passes in stages)
+        if resume is None:
+            at, W, C = self.begin(init, self.part(stages[0][0]), stages[0][1])
+            before = torch.inf
+        else:
+            at, before = resume.iteration, resume.distortion
+            W = resume.rotation.mT.to(self.data.device).contiguous()
+            C = resume.codebooks.to(self.data.device)
+        end = 0
+        for size, passes in stages:
+            begin, end = end, end + passes
+            if at >= end:
+                continue
+            sample = self.part(size)
+            while at < end:
+                error, turned, moved = self.alternate(sample, W, C, at)
+                enough = self.tolerance * (1 if sample is self.data else EARLY)
+                pays = at == begin or error < before * (1 - enough)
+                at, before, W, C = at + 1 if pays else end, error, turned, moved
+                if callback:
+                    callback(Progress(at, last, size, error, W.mT.clone(), C.clone()))
+        if isinstance(init, str) and init == "auto" and self.method != "pq":
+            return min((W, C), self.plain(), key=self.error)
+        return W, C
+
+    def part(self, size: int) -> Sample:
+        """So many of the vectors, in memory; all of them stay where they are."""
+        return self.data if size == len(self.data) else self.data.drawn(size, self.seed)
+
+    def stages(self, most: int) -> list[tuple[int, int]]:
+        """(vectors, passes) of each size of the sample, the last one all of it."""
+        sizes = [len(self.data)]
+        least = max(PER_CODEWORD * self.codewords, PER_AXIS * self.data.dim)
+        while self.grow and len(sizes) < most and sizes[0] // GROWTH >= least:
+            sizes.insert(0, sizes[0] // GROWTH)
+        total = PASSES * len(sizes) if self.iterations is None else self.iterations
+        share = total // len(sizes)
+        rest = total - share * (len(sizes) - 1)
+        return [(size, share) for size in sizes[:-1] if share] + [(sizes[-1], rest)]
+
+    def begin(
+        self, init: Init | Tensor | Quantizer, sample: Sample, passes: int
+    ) -> tuple[int, Tensor, Tensor]:
+        """The pass to go on from, W and C."""
+        device, n = self.data.device, self.data.dim
+        if isinstance(init, Quantizer):
+            return 0, init.rotation.mT.to(device).contiguous(), init.codebooks.to(device)
+        if isinstance(init, Tensor):
+            W = init.detach().mT.to(device, torch.float32).contiguous()
+        elif init == "random":
+            W = random_rotation(n, self.seed).mT.to(device).contiguous()
+        elif init == "eigen":
+            W = eigen_allocation(sample, self.subspaces)
+        else:
+            W = torch.eye(n, dtype=torch.float32, device=device)
+        if init != "auto" or self.method == "pq":
+            return 0, W, self.codebooks(sample, W)
+        tried = []
+        trial = min(TRIAL, passes - 1)
+        for start in (W, eigen_allocation(sample, self.subspaces)):
+            error, W, C = torch.inf, start, self.codebooks(sample, start)
+            for at in range(trial):
+                error, W, C = self.alternate(sample, W, C, at)
+            tried.append((error, W, C))
+        _, W, C = min(tried, key=lambda one: one[0])
+        return trial, W, C
+
+    def codebooks(self, sample: Sample, W: Tensor) -> Tensor:
+        """Sampled vectors to begin with."""
+        X = torch.cat(list(sample.drawn(self.codewords, self.seed).chunks())) @ W.mT
+        return X.view(self.codewords, self.subspaces, -1).transpose(0, 1).contiguous()
+
+    def alternate(
+        self, sample: Sample, W: Tensor, C: Tensor, at: int
+    ) -> tuple[float, Tensor, Tensor]:
+        """Assign, measure, and move C and W: the distortion before, and both after."""
+        rotates = self.method != "pq"
+        # PQ leaves R as it is, which is the identity unless another one was given.
+        eye = torch.eye(len(W), dtype=W.dtype, device=W.device)
+        turned_before = rotates or not torch.equal(W, eye)
+        parts = (part @ W.mT if turned_before else part for part in sample.chunks())
+        clusters = pass_over(parts, C, whole=rotates)
+        turned = self.turned(clusters, W, at, len(sample)) if rotates else W
+        if rotates:
+            # Codewords follow the exact turns, which count on it; raw steps leave them in place.
+            follow = W @ turned.mT if self.exact else None
+            clusters = _own(clusters, follow)
+        return float(clusters.error), turned, updated(C, clusters, self.seed + at)
+
+    def turned(self, clusters: Clusters, W: Tensor, at: int, N: int) -> Tensor:
+        """W after the turns of one iteration."""
+        W, Z = W.clone(), turns.roots(clusters)
+        if self.rate is None:
+            Z = turns.scaled(Z)
+        if self.exact:
+            steps = self.steps or min(len(W), max(EXACT_STEPS // len(W), 8))
+            turns.turn_best_(W, Z, self.method, steps=steps, seed=self.seed, step=at * steps)
+            return W
+        T, steps = turns.cross_products(Z) / N, self.steps or RAW_STEPS
+        if self.method == "opq":
+            turns.turn_procrustes_(W, T)
+        elif self.method == "cayley":
+            turns.turn_cayley_(W, T, rate=self.rate, steps=steps)
+        elif self.rate is not None:
+            how = {"steps": steps, "seed": self.seed, "step": at * steps}
+            turns.turn_raw_(W, T, self.method, rate=self.rate, **how)
+        return W
+
+    @property
+    def exact(self) -> bool:
+        """Whether planes are turned by their best angle, the codewords following."""
+        return self.rate is None and self.method.startswith(("gcd-", "overlapping-"))
+
+    def plain(self) -> tuple[Tensor, Tensor]:
+        """What method="pq" gives."""
+        return dataclasses.replace(self, method="pq", rate=None, steps=None).finish("identity")
+
+    def error(self, found: tuple[Tensor, Tensor]) -> float:
+        """The distortion of all vectors by W and C."""
+        W, C = found
+        return float(pass_over((part @ W.mT for part in self.data.chunks()), C).error)
+
+
+def eigen_allocation(sample: Sample, subspaces: int) -> Float[Tensor, "n n"]:
+    """W with the data's principal axes, dealt so that the subspaces' variances multiply alike.
+
+    The largest eigenvalue that is left goes to the subspace with the least product so far.
+    """
+    n, count = sample.dim, len(sample)
+    first = torch.zeros(n, dtype=torch.float64, device=sample.device)
+    second = torch.zeros(n, n, dtype=torch.float64, device=sample.device)
+    for part in sample.chunks():
+        first += part.sum(0, dtype=torch.float64)
+        second += part.mT @ part
+    mean = first / count
+    values, vectors = torch.linalg.eigh(second / count - mean[:, None] * mean)
+    logs = values.clamp_min(float(values[-1].clamp_min(1e-300)) * 1e-12).log().tolist()
+    rows: list[list[int]] = [[] for _ in range(subspaces)]
+    products = [0.0] * subspaces
+    for axis in range(n - 1, -1, -1):
+        free = [d for d in range(subspaces) if len(rows[d]) < n // subspaces]
+        d = min(free, key=lambda d: products[d])
+        rows[d].append(axis)
+        # Above 0, so that every axis makes its subspace's product larger.
+        products[d] += logs[axis] - logs[0]
+    W: Tensor = vectors.mT[[axis for row in rows for axis in row]]
+    W[0] *= determinant(W)
+    return W.to(torch.float32).contiguous()
+
+
+def _own(clusters: Clusters, follow: Tensor | None) -> Clusters:
+    """The sums of sub-vectors, from those of whole vectors, turned by Q where it is given."""
+    D, _, n = clusters.sums.shape
+    eye = torch.eye(n, dtype=torch.float64, device=clusters.sums.device)
+    Q = eye if follow is None else follow.double()
+    sums = clusters.sums @ Q.view(n, D, n // D).transpose(0, 1)
+    return dataclasses.replace(clusters, sums=sums)
+
+
+def _coarse(
+    data: Sample, coarse: int, metric: Metric, seed: int, init: Init | Tensor | Quantizer
+) -> Float[Tensor, "L n"]:
+    """Coarse centroids in the space of x.
+
+    For inner products they are directions of one length, which then does not count when they are
+    compared: that at which they leave the least of the vectors.
+    """
+    start: Any = "sampled"
+    if isinstance(init, Quantizer) and init.coarse is not None and len(init.coarse) == coarse:
+        start = (init.coarse @ init.rotation.mT)[None].to(data.device)
+    x = data.drawn(max(SAMPLE, 64 * coarse), seed).x
+    if metric != "l2":
+        x = torch.nn.functional.normalize(x)
+    C = kmeans(x[:, None], coarse, iterations=COARSE_PASSES, seed=seed, start=start)[0]
+    if metric == "l2":
+        return C
+    C = torch.nn.functional.normalize(C)
+    total = sum(float((part @ C.mT).amax(1).sum()) for part in data.chunks())
+    return C * max(total / len(data), 1e-30)
+
+
+def _check(x: Any, subspaces: int, codewords: int, coarse: int, sample: int | None) -> None:
+    if len(x.shape) != 2 or x.shape[1] < 1:
+        raise ValueError(f"x must have shape (N, n), but got {tuple(x.shape)}")
+    N, n = x.shape
+    if subspaces < 1 or n % subspaces:
+        raise ValueError(
+            f"dim must be divisible by subspaces, but got dim={n}, subspaces={subspaces}"
+        )
+    if not 2 <= codewords <= 256:
+        raise ValueError(f"codewords must be in 2..256, but got codewords={codewords}")
+    count = N if sample is None else min(N, sample)
+    for name, centroids in (("codewords", codewords), ("coarse", coarse)):
+        if centroids > count:
+            raise ValueError(
+                f"x must have at least as many vectors as {name}, "
+                f"but got {count} for {name}={centroids}"
+            )
+    if coarse < 0:
+        raise ValueError(f"coarse must not be negative, but got coarse={coarse}")
+
+
+def _check_choices(
+    method: str,
+    metric: str,
+    rate: float | None,
+    steps: int | None,
+    iterations: int | None,
+    seed: int,
+) -> None:
+    for name, value, known in (("method", method, METHODS), ("metric", metric, get_args(Metric))):
+        if value not in known:
+            listed = ", ".join(map(repr, known))
+            raise ValueError(f"{name} must be one of {listed}, but got {value!r}")
+    if rate is not None and (method in ("pq", "opq") or not 0 < rate < float("inf")):
+        raise ValueError(
+            "rate must be positive and goes with cayley, gcd and overlapping methods, "
+            f"but got rate={rate} for method={method!r}"
+        )
+    for name, number in (("steps", steps), ("iterations", iterations)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, but got {name}={number}")
+    if not 0 <= seed < 1 << 62:
+        raise ValueError(f"seed must be in 0..2⁶²−1, but got seed={seed}")
+
+
+def _check_init(init: Any, subspaces: int, codewords: int, n: int) -> None:
+    if isinstance(init, Quantizer):
+        shape, wanted = tuple(init.codebooks.shape), (subspaces, codewords, n // subspaces)
+        if shape != wanted:
+            raise ValueError(f"init must have codebooks of shape {wanted}, but got {shape}")
+    elif isinstance(init, Tensor):
+        if init.shape != (n, n):
+            raise ValueError(f"init must have shape ({n}, {n}), but got {tuple(init.shape)}")
+        check_orthogonal("init", init)
+        if determinant(init) < 0:
+            raise ValueError(
+                "init must have determinant +1, but got −1; flip the sign of one column, "
+                "or call givens.project(init) first"
+            )
+    elif init not in get_args(Init):
+        listed = ", ".join(map(repr, get_args(Init)))
+        raise ValueError(
+            f"init must be one of {listed}, a rotation or a Quantizer, but got {init!r}"
+        )

@@ -1,0 +1,88 @@
+"""The vectors that a fit looks at, as its codebooks see them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from givens.kmeans import SLICE, nearest
+from givens.storage.vectors import as_float, chunks, rows_of
+
+
+class Sample:
+    """Vectors (N, n), normalised where asked, less their coarse centroid where there are some.
+
+    In memory as float32, or read again from x, a slice at a time, in every pass.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        device: torch.device,
+        *,
+        normalise: bool = False,
+        centroids: Float[Tensor, "L n"] | None = None,
+    ) -> None:
+        self.x, self.device = x, device
+        self.normalise, self.centroids = normalise, centroids
+        # Where the rows were drawn from, to name one that is not finite.
+        self.index: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return int(self.x.shape[0])
+
+    @property
+    def dim(self) -> int:
+        """The dimension n."""
+        return int(self.x.shape[1])
+
+    @property
+    def held(self) -> bool:
+        """Whether they are in memory as they are seen."""
+        plain = self.centroids is None and not self.normalise
+        return plain and isinstance(self.x, Tensor) and self.x.dtype == torch.float32
+
+    def chunks(self) -> Iterator[Float[Tensor, "m n"]]:
+        """All of them, a slice at a time."""
+        for part in chunks(self.x, SLICE // self.dim, self.device):
+            yield self._seen(part)
+
+    def drawn(self, count: int, seed: int) -> "Sample":
+        """So many of them, drawn without replacement, in memory; all of them in their order."""
+        if count >= len(self):
+            return Sample(self._seen(as_float(self.x, self.device)), self.device)
+        index = np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False))
+        rows = rows_of(self.x, torch.from_numpy(index), self.device)
+        sample = Sample(self._seen(rows), self.device)
+        sample.index = index
+        return sample
+
+    def seen(
+        self, *, normalise: bool = False, centroids: Float[Tensor, "L n"] | None = None
+    ) -> "Sample":
+        """The same vectors normalised, or less their centroids; in memory if they are."""
+        normalise = normalise or self.normalise
+        changed = Sample(self.x, self.device, normalise=normalise, centroids=centroids)
+        return changed.drawn(len(self), 0) if self.held else changed
+
+    def check(self) -> None:
+        """Refuse values that no distance can be taken of."""
+        at = 0
+        for part in self.chunks():
+            good = part.isfinite().all(1)
+            if not good.all():
+                row = at + int((~good).nonzero()[0])
+                row = row if self.index is None else int(self.index[row])
+                raise ValueError(f"x must be finite, but row {row} has NaN or infinite values")
+            at += len(part)
+
+    def _seen(self, part: Tensor) -> Tensor:
+        if self.normalise:
+            part = torch.nn.functional.normalize(part)
+        if self.centroids is not None:
+            part = part - self.centroids[nearest(part, self.centroids[None])[:, 0].long()]
+        return part

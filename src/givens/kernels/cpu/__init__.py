@@ -1,0 +1,1 @@
+"""The hot loops for a CPU, compiled by numba."""

@@ -1,0 +1,1 @@
+"""The hot loops for a GPU, as Triton kernels."""

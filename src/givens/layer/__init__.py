@@ -1,0 +1,1 @@
+"""`IndexLayer`: a quantizer that is trained with the model whose vectors it holds."""

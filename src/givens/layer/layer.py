@@ -1,0 +1,366 @@
+"""The index as a layer of a model: T(X) = φ(XR)Rᵀ, trained with the towers (paper, section 2.1).
+
+X (m, n) embeddings; R (n, n) rotation, W = Rᵀ its parameter; D subspaces of width w = n/D;
+K codewords each; L coarse centroids. The mathematics is in `straight_through`; here are the parts
+that train, how they start, and how the codewords are used.
+"""
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from givens import distributed
+from givens.fixed.fit import Init, Method, fit
+from givens.kmeans import Quantized, nearest, quantize
+from givens.layer.straight_through import StraightThrough, normalised
+from givens.quantizer import Codes, Metric, Quantizer
+from givens.rotation import Rotation, full_precision
+
+Update = Literal["gradient", "ema"]
+
+# A codeword is dead when it is chosen this much less often than if all were chosen alike.
+DEAD = 0.01
+# A moving average over less than this part of the vectors is no average.
+FLOOR = 1e-12
+
+
+class Indexed(NamedTuple):
+    """What an `IndexLayer` gives."""
+
+    embedding: Tensor
+    """T(X), (m, n): what the index holds of X, float32."""
+    codes: Codes | None
+    """The codes of X; none while the layer passes embeddings through."""
+    distortion: Tensor
+    """The mean squared L2 error, a scalar; 0 while the layer passes embeddings through."""
+
+
+class IndexLayer(nn.Module):
+    """Embeddings as the index will hold them, with gradients to the towers, R and the codebooks.
+
+    Until `warm_start` it passes embeddings through unchanged (normalised, for cosine), and
+    `layer.warm` is False. It computes in float32, also under autocast, and waits for no device.
+
+        turn = givens.GCD(layer.rotation.parameters(), lr=1e-2)
+        adam = torch.optim.Adam([*towers.parameters(), *layer.index_parameters()])
+    """
+
+    codebooks: nn.Parameter
+    coarse: nn.Parameter | None
+    usage: Tensor
+    sums: Tensor | None
+    started: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        subspaces: int = 8,
+        codewords: int = 256,
+        coarse: int = 0,
+        *,
+        metric: Metric = "l2",
+        update: Update = "gradient",
+        decay: float = 0.99,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Make room for the parts; `warm_start` fills them.
+
+        Args:
+            dim: n.
+            subspaces: D, bytes of a code.
+            codewords: K of each subspace, 2 to 256.
+            coarse: centroids of an inverted file; the codebooks are then of the residuals. 0: none.
+            metric: what the index compares by; for "cosine" embeddings are normalised on their way
+                in, and are to be scored by the inner product with `out.embedding` as it is.
+            update: whether codebooks follow their "gradient", by an optimizer of yours, or the
+                moving average "ema" of the vectors that choose them, by every forward pass in
+                training, over all ranks where there are several.
+            decay: of the moving averages: `usage`, and codebooks by "ema".
+            device: where the parameters live.
+        """
+        super().__init__()
+        _check(dim, subspaces, codewords, coarse, metric, update, decay)
+        self.metric: Metric = metric
+        self.update: Update = update
+        self.decay = decay
+        self.rotation = Rotation(dim, device=device, dtype=torch.float32)
+        shape = (subspaces, codewords, dim // subspaces)
+        words = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.codebooks = nn.Parameter(words, requires_grad=update == "gradient")
+        centroids = nn.Parameter(words.new_zeros(coarse, dim)) if coarse else None
+        self.register_parameter("coarse", centroids)
+        # How often each codeword is chosen: a moving average that adds up to 1 in every subspace.
+        self.register_buffer("usage", words.new_full(words.shape[:2], 1 / codewords))
+        self.register_buffer("sums", torch.zeros_like(words) if update == "ema" else None)
+        self.register_buffer("started", torch.zeros((), dtype=torch.uint8, device=device))
+        # `started` as Python knows it: reading the tensor would wait for the device.
+        self._warm = False
+
+    def forward(self, x: Float[Tensor, "m n"]) -> Indexed:
+        """T(x), its codes and the distortion."""
+        self._check_vectors("x", x)
+        with full_precision(x.device):
+            v = x.float()
+            if not self._warm:
+                return self._passed(self._entered(v))
+            W = self.rotation.weight
+            with torch.no_grad():
+                unit = length = None
+                # In eval as in a Quantizer, so that both round alike.
+                if self.metric == "cosine":
+                    unit, length = normalised(v, exact=not self.training)
+                R = W.mT if self.training else W.mT.contiguous()
+                lists, residual = self._listed((v if unit is None else unit) @ R)
+                codes, *found = self._quantized(residual, count=self.training)
+            parts = (W, self.codebooks, self.coarse, unit, length, R, lists, *found)
+            embedding, distortion = StraightThrough.apply(v, *parts)  # type: ignore[no-untyped-call]
+            return Indexed(embedding, Codes(codes, lists), distortion)
+
+    @torch.no_grad()
+    def warm_start(
+        self,
+        sample: Float[Tensor, "N n"],
+        iterations: int = 200,
+        *,
+        method: Method = "opq",
+        init: Init | Tensor | Quantizer = "auto",
+        seed: int = 0,
+    ) -> None:
+        """Fit R, codebooks and centroids to a buffer of embeddings, by `givens.fit`.
+
+        Among several ranks the first fits its sample, and all take what it has found.
+
+        Args:
+            sample: N embeddings, at least as many as codewords and centroids.
+            iterations: the most passes over them; it stops where they no longer pay.
+            method: as in `fit`: "opq", "pq" to leave R at the identity, "gcd-greedy", …
+            init: as in `fit`, where R starts.
+            seed: of everything that is drawn.
+        """
+        self._check_vectors("sample", sample)
+        (D, K, _), L = self.codebooks.shape, 0 if self.coarse is None else len(self.coarse)
+        for name, count in (("codewords", K), ("coarse", L)):
+            if len(sample) < count:
+                raise ValueError(
+                    f"sample must have at least as many vectors as {name}, "
+                    f"but got {len(sample)} for {name}={count}"
+                )
+        self._check_finite("sample", sample)
+        how: Any = {"method": method, "metric": self.metric, "init": init, "seed": seed}
+        how |= {"iterations": iterations, "sample": None, "device": self.codebooks.device}
+        with full_precision(self.codebooks.device):
+            first = distributed.is_first()
+            self.start_from(fit(sample.detach().float(), D, K, L, **how) if first else None)
+
+    @torch.no_grad()
+    def start_from(self, q: Quantizer | None) -> None:
+        """Go on from the parts of a quantizer: one that was fitted before, or saved.
+
+        Among several ranks all take the parts of the first; others may give None.
+        """
+        with full_precision(self.codebooks.device):
+            W = torch.empty_like(self.rotation.matrix, memory_format=torch.contiguous_format)
+        if q is not None:
+            mine = (self.codebooks, self.coarse)
+            wanted = [None if part is None else tuple(part.shape) for part in mine]
+            given = [
+                None if part is None else tuple(part.shape) for part in (q.codebooks, q.coarse)
+            ]
+            if (given, q.metric) != (wanted, self.metric):
+                raise ValueError(
+                    f"q must have codebooks and coarse of shapes {wanted} for {self.metric}, "
+                    f"but got {given} for {q.metric}"
+                )
+            W.copy_(q.rotation.mT)
+            self.codebooks.copy_(q.codebooks)
+            if self.coarse is not None and q.coarse is not None:
+                self.coarse.copy_(q.coarse)
+        elif distributed.is_first():
+            raise ValueError("q must be a Quantizer on the first rank, but got None")
+        distributed.copy_from_first(W, self.codebooks, self.coarse)
+        self.usage.fill_(1 / self.usage.shape[1])
+        if self.sums is not None:
+            torch.mul(self.codebooks, self.usage[..., None], out=self.sums)
+        if parametrize.is_parametrized(self.rotation):
+            self.rotation.weight = W  # type: ignore[assignment]  # by the parametrization's inverse
+        else:
+            self.rotation.weight.copy_(W)
+        self.started.fill_(1)
+        self._warm = True
+
+    @property
+    def warm(self) -> bool:
+        """Whether the layer quantizes; before `warm_start` it passes embeddings through."""
+        return self._warm
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """A copy of the Quantizer as it is now: to encode items, to save, to export."""
+        self._check_warm()
+        coarse = None if self.coarse is None else self.coarse.detach().clone()
+        with full_precision(self.codebooks.device):
+            rotation = self.rotation.matrix.detach().clone()
+        return Quantizer(rotation, self.codebooks.detach().clone(), coarse, self.metric)
+
+    def index_parameters(self) -> list[nn.Parameter]:
+        """What an ordinary optimizer trains: codebooks and centroids, not R, which is GCD's."""
+        parts = [self.codebooks, self.coarse]
+        return [part for part in parts if part is not None and part.requires_grad]
+
+    @property
+    def perplexity(self) -> Float[Tensor, " D"]:
+        """How many codewords are in use, as e^entropy: K of them if all are chosen alike."""
+        frequency = self.usage / self.usage.sum(1, keepdim=True)
+        entropy: Tensor = torch.special.entr(frequency).sum(1)
+        return entropy.exp()
+
+    @property
+    def dead(self) -> Bool[Tensor, "D K"]:
+        """Which codewords are chosen less than a hundredth as often as if all were alike."""
+        return self.usage < DEAD / self.usage.shape[1]
+
+    @torch.no_grad()
+    def revive(self, sample: Float[Tensor, "N n"], *, seed: int = 0) -> Int[Tensor, ""]:
+        """Move dead codewords to vectors of the sample, drawn with odds of their squared errors.
+
+        Returns how many, as a tensor: nothing waits for a device. Among several ranks all take the
+        codebooks of the first, so that each must call it.
+        """
+        self._check_vectors("sample", sample)
+        self._check_warm()
+        if len(sample) == 0:
+            raise ValueError("sample must have at least one vector, but got 0")
+        with full_precision(sample.device):
+            Y = self._entered(sample.float()) @ self.rotation.matrix.contiguous()
+            _, residual = self._listed(Y)
+            found = self._quantized(residual, count=False)
+        D, K, w = self.codebooks.shape
+        parts = residual.view(-1, D, w)
+        errors = found.errors.view_as(parts).square().sum(2)
+        generator = torch.Generator(sample.device).manual_seed(seed)
+        # The first of exponential clocks, each as fast as its error is large; NaN's stands still.
+        clocks = torch.empty_like(errors).exponential_(generator=generator)
+        speeds, drawn = (errors / clocks).nan_to_num(0, 0, 0).mT.topk(min(len(parts), K))
+        rank = self.dead.cumsum(1) - 1
+        inside = rank.clamp(0, drawn.shape[1] - 1)
+        moved = self.dead & (rank == inside) & (speeds.gather(1, inside) > 0)
+        row = drawn.gather(1, inside)[..., None].expand(-1, -1, w)
+        vectors = parts.transpose(0, 1).gather(1, row)
+        self.codebooks.copy_(torch.where(moved[..., None], vectors, self.codebooks))
+        self.usage.copy_(torch.where(moved, 1 / K, self.usage))
+        if self.sums is not None:
+            self.sums.copy_(torch.where(moved[..., None], self.codebooks / K, self.sums))
+        distributed.copy_from_first(self.codebooks, self.usage, self.sums)
+        return moved.sum()
+
+    def extra_repr(self) -> str:
+        """Show the sizes, and whether the layer does anything yet."""
+        (D, K, _), L = self.codebooks.shape, 0 if self.coarse is None else len(self.coarse)
+        state = "" if self._warm else ", cold: passes embeddings through until warm_start"
+        return (
+            f"subspaces={D}, codewords={K}, coarse={L}, metric={self.metric!r}, "
+            f"update={self.update!r}{state}"
+        )
+
+    def _entered(self, v: Tensor) -> Tensor:
+        return normalised(v)[0] if self.metric == "cosine" else v
+
+    def _passed(self, x: Tensor) -> Indexed:
+        """Pass x on, with gradients of 0, for which DistributedDataParallel waits."""
+        nothing = x.new_zeros(())
+        for part in self.parameters():
+            if part.requires_grad:
+                nothing = nothing + 0 * part.flatten()[0]
+        return Indexed(x + nothing, None, nothing)
+
+    def _listed(self, Y: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The lists of rotated vectors, where there are any, and what they leave of them."""
+        if self.coarse is None:
+            return None, Y
+        if self.metric == "l2":
+            lists = nearest(Y, self.coarse[None])[:, 0].long()
+        else:
+            lists = (Y @ self.coarse.mT).argmax(1)
+        return lists, Y - self.coarse[lists]
+
+    def _quantized(self, residual: Tensor, *, count: bool) -> Quantized:
+        """What the codebooks make of residuals; counted, it moves the averages on."""
+        usage, share = None, (1 - self.decay) / max(len(residual), 1)
+        count = count and len(residual) > 0
+        if count and self.sums is None:
+            usage = self.usage.mul_(self.decay)
+        found = quantize(residual, self.codebooks.detach(), usage, share)
+        if count and self.sums is not None:
+            self._average(self.sums, residual, found.at)
+        return found
+
+    def _average(self, sums: Tensor, residual: Tensor, at: Tensor) -> None:
+        """Codewords by "ema": move on how often they are chosen, and what chooses them."""
+        D, K, w = self.codebooks.shape
+        one = residual.new_ones(()).expand(len(at))
+        # An average never forgets NaN.
+        good = residual.isfinite().all(1).repeat_interleave(D)[:, None]
+        chosen = torch.cat([one[:, None], residual.view(-1, w)], dim=1).where(good, 0)
+        added = residual.new_zeros(D * K, 1 + w).index_add_(0, at, chosen)
+        added = distributed.added(added)
+        # Every subspace has seen all vectors.
+        added = added.view(D, K, 1 + w) / added[:K, 0].sum().clamp_min(1)
+        self.usage.lerp_(added[..., 0], 1 - self.decay)
+        sums.lerp_(added[..., 1:], 1 - self.decay)
+        usage = self.usage[..., None]
+        self.codebooks.copy_(torch.where(usage > FLOOR, sums / usage, self.codebooks))
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self._warm = bool(self.started)
+
+    def _check_vectors(self, name: str, x: Tensor) -> None:
+        D, _, w = self.codebooks.shape
+        if self.codebooks.dtype != torch.float32:
+            raise ValueError(
+                f"IndexLayer keeps its parameters in float32, but they are {self.codebooks.dtype}; "
+                "use torch.autocast around the model instead"
+            )
+        n = D * w
+        if x.ndim != 2 or x.shape[1] != n or not x.is_floating_point():
+            raise ValueError(
+                f"{name} must be a floating-point tensor of shape (m, {n}), "
+                f"but got {x.dtype} of shape {tuple(x.shape)}"
+            )
+
+    def _check_finite(self, name: str, x: Tensor) -> None:
+        good = x.isfinite().all(1)
+        if not good.all():
+            row = int((~good).nonzero()[0])
+            raise ValueError(f"{name} must be finite, but row {row} has NaN or infinite values")
+
+    def _check_warm(self) -> None:
+        if not self._warm:
+            raise RuntimeError(
+                "the layer has no codebooks yet; call layer.warm_start(sample) first"
+            )
+
+
+def _check(
+    dim: int, subspaces: int, codewords: int, coarse: int, metric: str, update: str, decay: float
+) -> None:
+    if dim < 1 or subspaces < 1 or dim % subspaces:
+        raise ValueError(
+            f"dim must be divisible by subspaces, but got dim={dim}, subspaces={subspaces}"
+        )
+    if not 2 <= codewords <= 256:
+        raise ValueError(f"codewords must be in 2..256, but got codewords={codewords}")
+    if coarse < 0:
+        raise ValueError(f"coarse must not be negative, but got coarse={coarse}")
+    for name, value, known in (
+        ("metric", metric, get_args(Metric)),
+        ("update", update, get_args(Update)),
+    ):
+        if value not in known:
+            listed = ", ".join(map(repr, known))
+            raise ValueError(f"{name} must be one of {listed}, but got {value!r}")
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay must be in [0, 1), but got decay={decay}")

@@ -1,0 +1,1 @@
+"""Atomic files, vectors in seven formats, and addresses."""

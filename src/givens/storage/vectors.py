@@ -1,0 +1,217 @@
+"""Vectors in files of any size: opened at once, read a slice at a time.
+
+`read` gives something with a shape and a dtype whose slices are arrays, for .npy, .fvecs, .bvecs,
+.ivecs, .hdf5 (the layout of ann-benchmarks), .parquet and .safetensors. A file with several tables
+takes the name of one after a colon: `glove.hdf5:test`. A folder is its files, one after another; an
+address such as `s3://bucket/base.parquet` is read where it is (`givens.storage.remote`).
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from givens.storage.formats import (
+    Array,
+    File,
+    Hdf5,
+    Mapped,
+    Parquet,
+    Safetensors,
+    drop_pages,
+    npy,
+    places,
+    vecs,
+)
+
+SUFFIXES = (".npy", ".fvecs", ".bvecs", ".ivecs", ".hdf5", ".h5", ".parquet", ".safetensors")
+
+
+class Vectors(Protocol):
+    """N vectors of n numbers: an array, or a file that is read where it is sliced."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, n)."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What the numbers are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Any, /) -> Array: ...
+
+
+def read(path: str | Path, part: str | None = None) -> Vectors:
+    """Open a file of vectors, or a folder of them.
+
+    Args:
+        path: the file, with `:name` behind it for one of several tables.
+        part: the table to take where the path names none and there are several.
+    """
+    found = listed(path)
+    if found != [os.fspath(path)]:
+        return join(found, part)
+    if is_remote(path):
+        from givens.storage import remote
+
+        return _checked(path, remote.read(os.fspath(path), part))
+    file, name = split(path)
+    suffix = file.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{file} must end in one of {', '.join(SUFFIXES)}{_converted(file)}")
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}; looked in {file.absolute().parent}")
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file} is empty")
+    if name and suffix in (".npy", ".fvecs", ".bvecs", ".ivecs"):
+        raise ValueError(f"{file} holds one table, without a name: leave :{name} out")
+    match suffix:
+        case ".npy":
+            vectors: Vectors = Mapped(npy(file))
+        case ".fvecs" | ".bvecs" | ".ivecs":
+            vectors = Mapped(vecs(file))
+        case ".parquet":
+            vectors = Parquet(file, name, part)
+        case ".safetensors":
+            vectors = Safetensors(file, name, part)
+        case _:
+            vectors = Hdf5(file, name, part)
+    return _checked(path, vectors)
+
+
+def join(paths: Sequence[str], part: str | None = None) -> Vectors:
+    """The vectors of several files, one after another."""
+    parts = [read(path, part) for path in paths]
+    for path, one in zip(paths, parts, strict=True):
+        if one.shape[1] != parts[0].shape[1]:
+            raise ValueError(
+                f"{path} must have vectors of {parts[0].shape[1]} dimensions as {paths[0]} has, "
+                f"but has {one.shape[1]}"
+            )
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def listed(path: str | Path) -> list[str]:
+    """The files of vectors in a folder, by name; a file is its own list."""
+    if is_remote(path):
+        from givens.storage import remote
+
+        return remote.listed(os.fspath(path))
+    folder = Path(path)
+    if not folder.is_dir():
+        return [os.fspath(path)]
+    found = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
+    if not found:
+        raise ValueError(f"{path} has no files that end in one of {', '.join(SUFFIXES)}")
+    return list(map(os.fspath, found))
+
+
+def stamp(path: str) -> str:
+    """What changes when a file does: its size and time, or what its store says of it."""
+    if is_remote(path):
+        from givens.storage import remote
+
+        return remote.stamp(path)
+    about = split(path)[0].stat()
+    return f"{about.st_size}:{about.st_mtime_ns}"
+
+
+def is_remote(path: str | Path) -> bool:
+    """Whether it is an address, as s3://bucket/base.npy."""
+    return isinstance(path, str) and "://" in path
+
+
+def _checked(path: str | Path, vectors: Vectors) -> Vectors:
+    if len(vectors.shape) != 2 or 0 in vectors.shape or vectors.dtype.kind not in "fiu":
+        raise ValueError(
+            f"{path} must hold vectors of shape (N, n), but holds {vectors.dtype} "
+            f"of shape {tuple(vectors.shape)}"
+        )
+    return vectors
+
+
+def chunks(x: Any, rows: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
+    """Slices of a tensor, an array or a file in float32 on the device, one after another."""
+    rows = max(rows, 1)
+    for first in range(0, len(x), rows):
+        yield as_float(x[first : first + rows], device)
+        drop_pages(x)
+
+
+def rows_of(x: Any, index: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """The rows of that index in float32, read in the order of the file."""
+    index = index.sort().values
+    return as_float(x[index.to(x.device) if isinstance(x, Tensor) else index.numpy()], device)
+
+
+def as_float(part: Any, device: torch.device | str = "cpu") -> Tensor:
+    """An array or a tensor as a float32 tensor on the device."""
+    if not isinstance(part, Tensor):
+        part = np.ascontiguousarray(part, dtype=np.float32)
+        # A tensor cannot share what may not be written: a file mapped for reading.
+        part = torch.from_numpy(part if part.flags.writeable else part.copy())
+    tensor: Tensor = part.detach().to(device, torch.float32)
+    return tensor
+
+
+class Joined(File):
+    """Vectors of several files, one after another."""
+
+    def __init__(self, parts: Sequence[Vectors]) -> None:
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
+        self.shape = (int(self.ends[-1]), parts[0].shape[1])
+        self.dtype = np.result_type(*{part.dtype for part in parts})
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        rows = places(rows, len(self))
+        out = np.empty((len(rows), self.shape[1]), self.dtype)
+        owners = np.searchsorted(self.ends, rows, side="right")
+        for owner in np.unique(owners):
+            here = np.flatnonzero(owners == owner)
+            part = self.parts[owner]
+            inside = rows[here] - (self.ends[owner] - len(part))
+            run = slice(int(inside[0]), int(inside[-1]) + 1)
+            whole = run.stop - run.start == len(inside) and (np.diff(inside) == 1).all()
+            # A run is read at once, where single rows might be gathered.
+            out[here] = part[run] if whole else part[inside]
+        return out
+
+
+class Range(File):
+    """The rows from `first` to `stop` of vectors."""
+
+    def __init__(self, vectors: Vectors, first: int, stop: int) -> None:
+        self.vectors, self.first = vectors, first
+        self.shape = (stop - first, vectors.shape[1])
+        self.dtype = vectors.dtype
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        if isinstance(rows, slice) and rows.step in (None, 1):
+            start, stop, _ = rows.indices(len(self))
+            return self.vectors[self.first + start : self.first + max(start, stop)]
+        return self.vectors[self.first + places(rows, len(self))]
+
+
+def split(path: str | Path) -> tuple[Path, str | None]:
+    """A file, and the name behind its colon."""
+    text = os.fspath(path)
+    file, colon, name = text.rpartition(":")
+    if colon and name and not Path(text).exists() and Path(file).suffix.lower() in SUFFIXES:
+        return Path(file), name
+    return Path(text), None
+
+
+def _converted(file: Path) -> str:
+    """What to do with a table of text."""
+    delimiter = {".csv": ", delimiter=','", ".tsv": "", ".txt": ""}.get(file.suffix.lower())
+    if delimiter is None:
+        return ""
+    made = f"numpy.save('{file.stem}.npy', numpy.loadtxt('{file}', 'float32'{delimiter}))"
+    return f"; of a table of text, make one in Python with {made}"

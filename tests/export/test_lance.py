@@ -1,0 +1,89 @@
+import sys
+
+import numpy as np
+import pytest
+import torch
+from test_faiss import data, make
+
+from givens.export.faiss import inverted, to_faiss
+
+lance = pytest.importorskip("lance")
+pa = pytest.importorskip("pyarrow")
+from givens.export.lance import query, to_lance  # noqa: E402
+
+k = 10
+
+
+def exact(x, queries, metric):
+    if metric == "cosine":
+        x, queries = (torch.nn.functional.normalize(t) for t in (x, queries))
+    return torch.cdist(queries, x).topk(k, largest=False).indices.numpy()
+
+
+def recall(found, truth):
+    return np.mean([len(np.intersect1d(a, b)) / k for a, b in zip(found, truth, strict=True)])
+
+
+@pytest.mark.parametrize(("metric", "K"), [("l2", 256), ("l2", 100), ("l2", 16), ("cosine", 256)])
+@pytest.mark.parametrize("nprobes", [3, 12])
+def test_it_finds_what_faiss_finds(tmp_path, metric, K, nprobes):
+    q, x, queries = make("ivfpq", metric, K=K), data(), data(400, seed=5)
+    uri = str(tmp_path / "items.lance")
+    to_lance(q, x, uri)
+    index = to_faiss(q, x)
+    inverted(index).nprobe = nprobes
+    truth = exact(x, queries, metric)
+    answers = query(uri, q, queries, k, nprobes=nprobes)["id"].to_numpy().reshape(-1, k)
+    theirs = index.search(queries.numpy(), k)[1]
+    gain = recall(answers, truth) - recall(theirs, truth)
+    assert gain > -0.005
+    # By cosine Lance's L2 finds more than inner products with vectors whose norms are rounded.
+    if metric == "l2":
+        assert gain < 0.005
+        assert recall(answers, theirs) > 0.98
+
+
+def test_payload_ids_and_plain_lance(tmp_path, monkeypatch):
+    monkeypatch.setattr("givens.export.faiss.BUFFER", 16 * 700)
+    q, x = make("ivfpq"), data()
+    uri, ids = str(tmp_path / "items.lance"), np.arange(len(x)) * 3 + 1
+    payload = {"title": [f"item {row}" for row in ids], "price": np.linspace(0, 1, len(x))}
+    to_lance(q, x, uri, payload=payload, ids=ids)
+    rows = query(uri, q, x[:5], 2, nprobes=12, refine=10, columns=["title"])
+    assert rows.column_names == ["query", "id", "title", "_distance"]
+    assert rows["query"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert rows["title"].to_pylist()[::2] == [f"item {row}" for row in ids[:5]]
+    assert max(rows["_distance"].to_pylist()[::2]) < 1e-6
+    # Nothing of ours is needed to open, filter and search it, once a query is rotated.
+    plain = lance.dataset(uri)
+    nearest = {"column": "vector", "q": q.rotate(x[7:8])[0].numpy(), "k": 3, "nprobes": 12}
+    near = plain.to_table(nearest=nearest, filter="price < 0.5", prefilter=True)
+    assert "item 22" in near["title"].to_pylist()
+    assert plain.describe_indices()[0].index_type == "IVF_PQ"
+    stored = np.stack(plain.to_table(columns=["vector"])["vector"].to_numpy())
+    assert np.array_equal(stored, np.concatenate([q.rotate(p).numpy() for p in x.split(700)]))
+    to_lance(q, x[:300], uri, mode="overwrite")
+    assert lance.dataset(uri).count_rows() == 300
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "arguments", "message"),
+    [
+        (("pq",), {}, "needs coarse centroids"),
+        (("ivfpq", "ip"), {}, "metric must be 'l2' or 'cosine' for Lance, but got 'ip'"),
+        (("ivfpq",), {"payload": {"vector": range(3000)}}, "must not have a column 'vector'"),
+        (("ivfpq",), {"payload": {"title": ["a"]}}, "payload must have 3000 rows"),
+        (("ivfpq",), {"ids": [1, 1]}, "ids must be 3000 integers"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(tmp_path, quantizer, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        to_lance(make(*quantizer), data(), str(tmp_path / "items.lance"), **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_lance_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lance", None)
+    monkeypatch.delitem(sys.modules, "givens.export.lance")
+    with pytest.raises(ImportError, match=r"pip install 'givens\[lance\]'"):
+        import givens.export.lance  # noqa: F401
