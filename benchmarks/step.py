@@ -3,54 +3,48 @@
     python benchmarks/step.py --device cpu --json results/step-cpu.json
     python benchmarks/step.py --device cuda --dims 128,256,512,1024,2048,4096 --json FILE
 
-As figure 4 of the paper (`givens paper fig4`), with the peers beside: torch's own Cayley
-parametrization, geotorch and geoopt, each as its users would call it.
+As figure 4 of the paper (`givens paper fig4`), with GCD's default of 16 pairings for a gradient and
+the opponents beside: torch's own Cayley parametrization, geotorch, geoopt and POGO, each as its
+users would call it, and POGO's products, RSDM and Landing by the code of opponents.py. On a GPU
+what can be captured is timed as replays of a CUDA graph.
 """
 
 import argparse
 from pathlib import Path
 
 import torch
-from torch import nn
+from opponents import CAPTURED, OPPONENTS, PACKAGES, PARAMETRIZED, make_optimizer
 
 from givens.paper import fig4
-from givens.paper.rows import PACKAGES, environment, write
+from givens.paper.rows import PACKAGES as OURS
+from givens.paper.rows import environment, write
+from givens.rotation import Rotation
 
 METHODS = (
-    *("gcd-random", "gcd-greedy", "gcd-steepest", "gcd-steepest-exact", "cayley", "expm", "svd"),
-    *("torch-cayley", "geotorch", "geoopt"),
+    *("gcd", "gcd-all", "gcd-random", "gcd-greedy", "gcd-steepest", "gcd-steepest-exact"),
+    *("cayley", "expm", "svd", *OPPONENTS),
 )
+# TF32 keeps ten bits: after three steps W is off SO(n) by 5e-4, and the row says by how much.
+LOOSE = ("svd", "pogo-products-tf32")
 
 
 def make(method: str, n: int, dtype: torch.dtype, device: str) -> fig4.Contender:
     """A method of ours or of a peer, at a random rotation with a random gradient."""
-    if method not in ("torch-cayley", "geotorch", "geoopt"):
+    if method not in OPPONENTS:
         return fig4.contender(method, n, dtype, device)
     start, G = (part.to(device, dtype) for part in fig4.problem(n))
-    if method == "geoopt":
-        import geoopt
-
-        weight = geoopt.ManifoldParameter(start.clone(), manifold=geoopt.Stiefel())
-        optimizer = geoopt.optim.RiemannianAdam([weight], fig4.LR)
-        weight.grad = G
-        return lambda: weight.detach(), optimizer.step
-    module = nn.Linear(n, n, bias=False, dtype=dtype, device=device)
-    module.weight = nn.Parameter(start.clone())
-    if method == "torch-cayley":
-        nn.utils.parametrizations.orthogonal(module, orthogonal_map="cayley")
-    else:
-        import geotorch
-
-        geotorch.orthogonal(module, "weight")
-        module.weight = start
-    optimizer = torch.optim.Adam(module.parameters(), fig4.LR)
+    rotation = Rotation(n, start.mT)
+    optimizer = make_optimizer(rotation, method, fig4.LR)
+    if method not in PARAMETRIZED:
+        rotation.weight.grad = G
+        return lambda: rotation.weight.detach(), optimizer.step
 
     def step() -> None:
         optimizer.zero_grad()
-        module.weight.backward(G)
+        rotation.weight.backward(G)
         optimizer.step()
 
-    return lambda: module.weight.detach(), step
+    return lambda: rotation.weight.detach(), step
 
 
 def main() -> None:
@@ -63,12 +57,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    about = environment(arguments.device, (*PACKAGES, "rustworkx", "geotorch", "geoopt"))
+    about = environment(arguments.device, (*OURS, "rustworkx", *PACKAGES))
     print(about)
+    methods = arguments.methods.split(",")
+    if arguments.device == "cpu":
+        methods = [method for method in methods if not method.endswith("tf32")]
+    graphs = [method for method in methods if CAPTURED.fullmatch(method)]
     rows = []
     for n in map(int, arguments.dims.split(",")):
-        methods = arguments.methods.split(",")
-        for row in fig4.measured(methods, n, arguments.device, make=make, tell=print):
+        for row in fig4.measured(
+            methods, n, arguments.device, make=make, graphs=graphs, loose=LOOSE, tell=print
+        ):
             rows.append({**row, **about})
         if arguments.json:
             write(arguments.json, rows)

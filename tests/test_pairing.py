@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import givens
-from givens.kernels.cpu import compiled
+from givens.kernels.cpu import turning
 from givens.pairing import overlapping_greedy_pairs, overlapping_random_pairs
 
 SIZES = st.integers(1, 13)
@@ -173,7 +173,7 @@ def test_random_pairs_are_uniform(n):
     draws = 3000 if n < 64 else 1500
     drawn = np.empty((draws, n // 2, 2), np.int64)
     for step in range(draws):
-        compiled.draw_pairs(n, 5, step, 0, drawn[step])
+        turning.draw_pairs(n, 5, step, 0, 0, drawn[step])
     planes = np.bincount((drawn[..., 0] * n + drawn[..., 1]).ravel(), minlength=n * n)
     planes = planes.reshape(n, n)[np.triu_indices(n, 1)]
     assert scipy.stats.chisquare(planes).pvalue > 1e-4

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Adam, Optimizer
 
-from givens.optim import GCD, Pairing
+from givens.optim import GCD
+from givens.pairing import Pairing
 from givens.rotation import Rotation, determinant, nearest
 
 Method = Literal[
+    "gcd",
+    "gcd-all",
     "gcd-random",
     "gcd-greedy",
     "gcd-steepest",
@@ -34,15 +37,22 @@ Method = Literal[
 def optimizer_for(rotation: Rotation, method: Method, lr: float, **options: Any) -> Optimizer:
     """The optimizer that learns `rotation` by `method`: the one argument that experiments exchange.
 
-    `options` go to the optimizer. For "cayley" and "expm" the rotation's weight is parametrized in
-    place, around where it is now; `rotation.matrix` and its calls are used as before.
+    "gcd" is GCD as it comes, "gcd-all" with every plane in every step; "gcd-random", "gcd-greedy",
+    "gcd-steepest" and the overlapping ones turn one pairing for a gradient, as the paper does, with
+    one size for the matrix. `options` go to the optimizer. For "cayley" and "expm" the rotation's
+    weight is parametrized in place, around where it is now; `rotation.matrix` and its calls are
+    used as before.
     """
     if method not in get_args(Method):
         known = ", ".join(map(repr, get_args(Method)))
         raise ValueError(f"method must be one of {known}, but got {method!r}")
+    if method in ("gcd", "gcd-all"):
+        turns: Any = "all" if method == "gcd-all" else None
+        return GCD(rotation.parameters(), lr, **{"turns": turns, **options})
     if method.startswith(("gcd-", "overlapping-")):
         pairing = cast(Pairing, method.removeprefix("gcd-"))
-        return GCD(rotation.parameters(), lr, pairing=pairing, **options)
+        paper: Any = {"pairing": pairing, "turns": 1, "adapt": "matrix"}
+        return GCD(rotation.parameters(), lr, **{**paper, **options})
     if method in ("cayley", "expm"):
         mapped = Cayley if method == "cayley" else Exponential
         parametrize.register_parametrization(rotation, "weight", mapped(rotation.weight))

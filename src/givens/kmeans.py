@@ -175,11 +175,11 @@ def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clu
     for Y in parts:
         codes, distances = assign(Y, C)
         if kernels.choose(Y) == "numba":
-            from givens.kernels.cpu import lloyd
+            from givens.kernels.cpu import nearest as loops
 
             added = torch.zeros_like(sums, dtype=torch.float32)
             arrays = (Y, codes, distances, added, counts, errors)
-            lloyd.add_up(*(array.numpy() for array in arrays))
+            loops.add_up(*(array.numpy() for array in arrays))
             sums += added
             continue
         # A product with ones and zeros adds in a fixed order on a GPU, which scattering does not.
@@ -208,9 +208,9 @@ def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
 
         return kernel.nearest(Y, C)
     if kernels.choose(Y) == "numba":
-        from givens.kernels.cpu import lloyd
+        from givens.kernels.cpu import nearest as loops
 
-        found = lloyd.nearest(Y.contiguous().numpy(), C.contiguous().numpy())
+        found = loops.nearest(Y.contiguous().numpy(), C.contiguous().numpy())
         return torch.from_numpy(found[0]), torch.from_numpy(found[1])
     D, K, _ = C.shape
     # From the codewords' mean both are small, and so is what rounding does to |x|² − 2x·c + |c|².

@@ -5,6 +5,7 @@ R_ij(θ) the identity with cosθ at (i, i) and (j, j), −sinθ at (i, j), sinθ
 """
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from givens import kernels
 
 ORTHOGONAL_TOLERANCE = 1e-4
+# No principal angle of a turn by an exponential is longer, in radians.
+LONGEST = 0.4
 
 
 class Rotation(nn.Module):
@@ -125,14 +128,14 @@ def turn_rows_(W: Tensor, pairs: Tensor, theta: Tensor, *, disjoint: bool) -> No
         for w, p, t in zip(W, pairs, theta, strict=True):
             turn_rows_(w, p, t, disjoint=disjoint)
     elif kernels.choose(W) == "numba":
-        from givens.kernels.cpu import compiled
+        from givens.kernels.cpu import turning
 
         # The compiled loop takes the planes in order, so it needs no disjointness.
-        compiled.turn_rows(W.numpy(), pairs.numpy(), theta.numpy())
+        turning.turn_rows(W.numpy(), pairs.numpy(), theta.numpy())
         kernels.written(W)
     elif disjoint:
         i, j = pairs.unbind(-1)
-        c, s = theta.cos()[:, None], theta.sin()[:, None]
+        c, s = (part.to(W.dtype)[:, None] for part in cos_and_sin(theta))
         Wi, Wj = W[i], W[j]
         W[i] = c * Wi + s * Wj
         W[j] = c * Wj - s * Wi
@@ -141,13 +144,19 @@ def turn_rows_(W: Tensor, pairs: Tensor, theta: Tensor, *, disjoint: bool) -> No
             turn_rows_(W, p[None], t[None], disjoint=True)
 
 
+def cos_and_sin(theta: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, of one angle even where it is huge: there torch's own are of different ones."""
+    theta = theta.fmod(2 * math.pi)
+    return theta.cos(), theta.sin()
+
+
 def skew_magnitudes(P: Tensor) -> Tensor:
     """|P − Pᵀ|, symmetric to the last bit; P may be overwritten."""
     if kernels.choose(P) == "numba":
-        from givens.kernels.cpu import compiled
+        from givens.kernels.cpu import matching
 
         for p in P.numpy().reshape(-1, *P.shape[-2:]):
-            compiled.magnitudes(p)
+            matching.magnitudes(p)
         return P
     return (P - P.mT).abs()
 
@@ -165,6 +174,47 @@ def orthonormalise_rows_(W: Tensor, pairs: Tensor) -> None:
     W[i], W[j] = rows.unbind(1)
 
 
+def turn_by_exponential_(
+    W: Tensor, X: Tensor, follower: Tensor | None = None, *, skip: Tensor | None = None
+) -> None:
+    """W ← exp(X) W for a skew X, in place, to second order and back to SO(n) by Newton–Schulz.
+
+    With σ the largest singular value of X and Q = I + X + aX², QᵀQ is 1 − (2a − 1)σ² + a²σ⁴ in the
+    plane that turns most; a is chosen for the least deviation from 1 between 0 and σ. No principal
+    angle gets longer than LONGEST. The follower turns to first order. Five products of n × n.
+    Where `skip` is true W stays as it is; X is then 0.
+    """
+    longest = 1.1 * spectral_norm(X)
+    shorten = LONGEST / longest.clamp_min(LONGEST)
+    X, sigma = shorten * X, shorten * longest
+    a = 0.5 + (math.sqrt(2) - 1) / 4 * sigma**2
+    XW = X @ W
+    Y = W + XW + a * (X @ XW)
+    # What is left after one is rounding in float32.
+    for _ in range(1 if W.dtype is torch.float32 else 3):
+        Y = 1.5 * Y - 0.5 * ((Y @ Y.mT) @ Y)
+    W.copy_(Y if skip is None else torch.where(skip, W, Y))
+    if follower is not None:
+        follower += X @ follower
+
+
+def spectral_norm(
+    X: Float[Tensor, "*batch n n"], iterations: int = 4
+) -> Float[Tensor, "*batch 1 1"]:
+    """The largest singular value, from below, by the power method from the longest row."""
+    tiny = torch.finfo(X.dtype).tiny
+    # Of entries of 1 at most no square overflows.
+    most = X.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
+    X = X / most
+    v = X.take_along_dim(X.square().sum(-1, keepdim=True).argmax(-2, keepdim=True), -2).mT
+    for _ in range(iterations):
+        v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(tiny)
+        u = X @ v
+        v = X.mT @ u
+    norm: Tensor = most * torch.linalg.vector_norm(u, dim=-2, keepdim=True)
+    return norm
+
+
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """No autocast; looked at first, since to enter its context takes as long as a kernel."""
     if torch.is_autocast_enabled(device.type):
@@ -180,13 +230,14 @@ def orthogonality_error(R: Float[Tensor, "*batch n n"]) -> float:
     return float((R.mT @ R - eye).abs().max()) if R.numel() else 0.0
 
 
-def is_finite(M: Tensor) -> bool:
-    """Whether no entry is NaN or infinite; waits for the device."""
+def largest(M: Tensor) -> float:
+    """Max |M|, NaN where an entry is; waits for the device."""
     if kernels.choose(M) == "numba" and M.is_contiguous():
-        from givens.kernels.cpu import compiled
+        from givens.kernels.cpu import turning
 
-        return bool(compiled.finite(M.detach().numpy()))
-    return bool(M.isfinite().all())
+        entries = M.detach().numpy()
+        return turning.largest(entries)
+    return float(M.detach().abs().max())
 
 
 def project(R: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:

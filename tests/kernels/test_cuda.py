@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import givens
-from givens import optim, twins  # noqa: F401 — has optim's names before a test changes one
+from givens import optim
 
 pytestmark = [
     pytest.mark.cuda,

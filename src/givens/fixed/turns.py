@@ -84,10 +84,10 @@ def root_gains(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
     """
     n, D, _ = Z.shape
     if kernels.choose(Z) == "numba":
-        from givens.kernels.cpu import planes
+        from givens.kernels.cpu import angles
 
         roots, scratch = Z.new_empty(n, n), Z.new_empty(n, n)
-        planes.root_gains(Z.numpy(), scratch.numpy(), roots.numpy())
+        angles.root_gains(Z.numpy(), scratch.numpy(), roots.numpy())
         return roots
     T = cross_products(Z)
     powers = Z.square().sum(-1).repeat_interleave(n // D, dim=1)
@@ -103,10 +103,10 @@ def root_gains(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
 def plane_angles(Z: Float[Tensor, "n D K"], pairs: Int[Tensor, "k 2"]) -> Float[Tensor, " k"]:
     """The best angle in each of the planes, from their axes alone: O(nK)."""
     if kernels.choose(Z) == "numba":
-        from givens.kernels.cpu import planes
+        from givens.kernels.cpu import angles
 
         theta = Z.new_empty(len(pairs))
-        planes.angles(Z.numpy(), pairs.numpy(), theta.numpy())
+        angles.angles(Z.numpy(), pairs.numpy(), theta.numpy())
         return theta
     n, D, _ = Z.shape
     i, j = pairs.unbind(-1)
@@ -238,8 +238,8 @@ def _tidy_(W: Tensor, seed: int, step: int) -> None:
     if step % TIDY_EVERY == 0:
         pairs = pairing.random_pairs(len(W), seed, step=step, stream=kernels.TIDY_STREAM)
         if kernels.choose(W) == "numba":
-            from givens.kernels.cpu import compiled
+            from givens.kernels.cpu import turning
 
-            compiled.orthonormalise_rows(W.numpy(), pairs.numpy())
+            turning.orthonormalise_rows(W.numpy(), pairs.numpy())
         else:
             orthonormalise_rows_(W, pairs.to(W.device))

@@ -33,10 +33,15 @@ HELD = 4096
 
 
 @triton.jit
-def drawn_pairs(p, n, key, BITS: tl.constexpr):
-    """Pairs p of the random pairing; the resting axis twice where n is odd."""
-    i = permuted(2 * p, n, key, BITS)
-    j = permuted(tl.minimum(2 * p + 1, n - 1), n, key, BITS)
+def drawn_pairs(p, n, turn, key, BITS: tl.constexpr):
+    """Pairs p of the random pairing of that turn; the resting axis last, twice, where n is odd."""
+    places = (n + 1) // 2
+    around = 2 * places - 1
+    a = (p + 1) % places
+    x = (turn + a) % around
+    y = tl.where(a > 0, (turn + around - a) % around, tl.where(n % 2 == 0, around, x))
+    i = permuted(x, n, key, BITS)
+    j = permuted(y, n, key, BITS)
     return tl.minimum(i, j), tl.maximum(i, j)
 
 
@@ -52,8 +57,9 @@ def drawn_planes(p, n, key, BITS: tl.constexpr):
 
 
 @triton.jit
-def choose_pairs(pairs, pid, programs, total, items, n, seed, t, stream, DRAW: tl.constexpr,
-                 OVERLAP: tl.constexpr, MANY: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+def choose_pairs(pairs, pid, programs, total, items, n, seed, t, stream, turn,
+                 DRAW: tl.constexpr, OVERLAP: tl.constexpr, MANY: tl.constexpr,
+                 BITS: tl.constexpr):  # fmt: skip
     """Draw the pairs of all items of this program at once, and write them down."""
     if DRAW:
         item = pid + programs * tl.arange(0, MANY)
@@ -61,7 +67,7 @@ def choose_pairs(pairs, pid, programs, total, items, n, seed, t, stream, DRAW: t
         if OVERLAP:
             i, j = drawn_planes(item % items, n, key, BITS)
         else:
-            i, j = drawn_pairs(item % items, n, key, BITS)
+            i, j = drawn_pairs(item % items, n, turn, key, BITS)
         tl.store(pairs + 2 * item, i, mask=item < total)
         tl.store(pairs + 2 * item + 1, j, mask=item < total)
         tl.debug_barrier()
@@ -96,6 +102,8 @@ def mix_rows(M, i, j, n, ii, ij, ji, jj, BLOCK: tl.constexpr):
 @triton.jit
 def turned(theta, ii, ij, jj):
     """cosθ, sinθ, and the 2×2 turn after (3I − Gram)/2, which undoes the rounding of the pair."""
+    # The raw step's angle may overflow.
+    theta = tl.where(tl.abs(theta) < float("inf"), theta, 0.0)
     c = tl.cos(theta)
     s = tl.sin(theta)
     x = 1.5 - 0.5 * ii
@@ -130,10 +138,12 @@ def mean_square(words, b, items, n, tag, ALL: tl.constexpr):
 
 
 @triton.jit
-def new_scale(mean, old, BETA2: tl.constexpr, ADAPT: tl.constexpr):
-    """scale² ← decay·scale² + gain·mean(A_ij²)."""
+def new_scale(mean, old, BETA2: tl.constexpr, ADAPT: tl.constexpr, FIRST: tl.constexpr):
+    """scale² ← decay·scale² + gain·mean(A_ij²), by the first pairing of a step alone."""
     old = old.to(tl.float64)
-    if ADAPT == 1:
+    if not FIRST:
+        squared = old * old + 0.0 * mean
+    elif ADAPT == 1:
         squared = BETA2 * old * old + (1 - BETA2) * mean
     else:
         squared = old * old + mean
@@ -186,12 +196,13 @@ def derive(
     tl.store(detail + 4, old)
 
 
-@triton.jit(do_not_specialize=["seed", "stream", "lr"])
+@triton.jit(do_not_specialize=["seed", "stream", "lr", "share", "turn"])
 def descend_kernel(
     W, G, H, pairs, words, details, scale, step, lr, skip, bad, launches, waiting,
-    batch, n, seed, stream,
-    DRAW: tl.constexpr, OVERLAP: tl.constexpr, MOMENTUM: tl.constexpr, ADAPT: tl.constexpr,
-    SKIP: tl.constexpr, RATE_ON_DEVICE: tl.constexpr, SIGN: tl.constexpr, BETA2: tl.constexpr,
+    batch, n, seed, stream, share, turn,
+    FIRST: tl.constexpr, DRAW: tl.constexpr, OVERLAP: tl.constexpr, MOMENTUM: tl.constexpr,
+    ADAPT: tl.constexpr,
+    SKIP: tl.constexpr, RATE_ON_DEVICE: tl.constexpr, BETA2: tl.constexpr,
     LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
     BLOCK: tl.constexpr, ALL: tl.constexpr, MANY: tl.constexpr, BITS: tl.constexpr,
     TIDY_BITS: tl.constexpr,
@@ -199,7 +210,8 @@ def descend_kernel(
     """Derivatives of the chosen planes, then, once all are known, angles and turns.
 
     words holds A_ij of every pair; details what its program keeps for the turn. With HELD every
-    program has MANY pairs, and keeps their rows in registers in between.
+    program has MANY pairs, and keeps their rows in registers in between. FIRST is the first pairing
+    of a step: it counts, and updates the scale.
     """
     follow(EARLY)
     pid = tl.program_id(0)
@@ -208,7 +220,9 @@ def descend_kernel(
     total = batch * items
     columns = tl.arange(0, BLOCK)
     tag = (tl.load(launches) + 1) & 0x7FFFFFFF
-    t = tl.load(step) + 1
+    t = tl.load(step)
+    if FIRST:
+        t += 1
     if HELD:
         item = pid * MANY + tl.arange(0, MANY)
         real = item < total
@@ -218,7 +232,7 @@ def descend_kernel(
             old = tl.load(scale + matrix, mask=real, other=0.0)
         if DRAW:
             key = stream_key(0 * t + seed, t, stream + matrix)
-            i, j = drawn_pairs(item % items, n, key, BITS)
+            i, j = drawn_pairs(item % items, n, turn, key, BITS)
         else:
             i = tl.load(pairs + 2 * item, mask=real, other=0)
             j = tl.load(pairs + 2 * item + 1, mask=real, other=0)
@@ -238,7 +252,7 @@ def descend_kernel(
             m = tl.sum(hi * wj - wi * hj, axis=1)
     else:
         choose_pairs(
-            pairs, pid, programs, total, items, n, seed, t, stream, DRAW, OVERLAP, MANY, BITS
+            pairs, pid, programs, total, items, n, seed, t, stream, turn, DRAW, OVERLAP, MANY, BITS
         )
         for item in range(pid, total, programs):
             derive(W, G, H, pairs, words, details, scale, tag, item, items, n, total,
@@ -247,9 +261,9 @@ def descend_kernel(
     if SKIP:
         good = good & (tl.load(skip) == 0)
     steps = t.to(tl.float64)
-    rate = 0.0 * steps + SIGN * (tl.load(lr) if RATE_ON_DEVICE else lr)
-    if ADAPT == 0:
-        rate = rate * 0.7071067811865476
+    rate = 0.0 * steps + share * (tl.load(lr) if RATE_ON_DEVICE else lr)
+    # A rate that is not finite would make W so too.
+    good = good & (rate - rate == 0)
     if ADAPT == 1:
         rate = rate * tl.sqrt(1 - tl.exp(steps * LOG_BETA2))
         if MOMENTUM:
@@ -268,7 +282,7 @@ def descend_kernel(
         if HELD:
             angle = rate + 0.0 * means
             if ADAPT > 0:
-                now = new_scale(means, old, BETA2, ADAPT)
+                now = new_scale(means, old, BETA2, ADAPT, FIRST)
                 angle = tl.where(now > 0, rate / now, 0.0)
             c, s, x, y, z, w = turned((angle * m).to(tl.float32), ii, ij, jj)
             turning = inside & (item % items < n // 2)[:, None]
@@ -291,7 +305,7 @@ def descend_kernel(
                     if ADAPT > 0:
                         if batch > 1:
                             mean = mean_square(words, b, items, n, tag, ALL)
-                        now = new_scale(mean, tl.load(detail + 4), BETA2, ADAPT)
+                        now = new_scale(mean, tl.load(detail + 4), BETA2, ADAPT, FIRST)
                         angle = tl.where(now > 0, rate / now, 0.0)
                     theta = (angle * tl.load(detail)).to(tl.float32)
                     if OVERLAP:
@@ -307,13 +321,14 @@ def descend_kernel(
                         mix_rows(W + base, i, j, n, x, y, z, w, BLOCK)
                         if MOMENTUM:
                             mix_rows(H + base, i, j, n, c, s, -s, c, BLOCK)
-        if pid == 0:
-            tl.store(step, t)
-            if ADAPT > 0:
-                for b in range(0, batch):
-                    mean = mean_square(words, b, items, n, tag, ALL)
-                    updated = new_scale(mean, tl.load(scale + b), BETA2, ADAPT)
-                    tl.store(scale + b, updated.to(tl.float32))
+        if FIRST:
+            if pid == 0:
+                tl.store(step, t)
+                if ADAPT > 0:
+                    for b in range(0, batch):
+                        mean = mean_square(words, b, items, n, tag, ALL)
+                        updated = new_scale(mean, tl.load(scale + b), BETA2, ADAPT, FIRST)
+                        tl.store(scale + b, updated.to(tl.float32))
         if OVERLAP or not DRAW:
             if t % TIDY == 0:
                 # Rows that the chosen planes never bring together are tidied on a random pairing.
@@ -322,15 +337,16 @@ def descend_kernel(
                     b = place // items
                     if place % items < n // 2:
                         key = stream_key(0 * t + seed, t, stream + b + TIDY_FROM)
-                        p, q = drawn_pairs(place % items + tl.arange(0, 1), n, key, TIDY_BITS)
+                        p, q = drawn_pairs(place % items + tl.arange(0, 1), n, 0, key, TIDY_BITS)
                         at = W + b.to(tl.int64) * n * n
                         tidy(at, tl.max(p, axis=0), tl.max(q, axis=0), n, BLOCK)
     else:
         if OVERLAP:
             for place in range(pid, total, programs):
                 tl.store(details + 5 * place, 0.0)
-        if pid == 0:
-            tl.store(bad, tl.load(bad) + 1)
+        if FIRST:
+            if pid == 0:
+                tl.store(bad, tl.load(bad) + 1)
     if pid == 0:
         tl.store(launches, tl.load(launches) + 1)
 
@@ -383,17 +399,18 @@ def tidy(W, i, j, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def blend_kernel(H, G, flags, skip, found_inf, waiting, size, WEIGHT, SKIP: tl.constexpr,
+def blend_kernel(H, G, flags, skip, found_inf, waiting, size, limit, WEIGHT, SKIP: tl.constexpr,
                  ALL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """H ← H + weight·(G − H) if all of G is finite; skip ← whether it is not."""
+    """H ← H + weight·(G − H) if no entry of G is beyond the limit; skip ← whether one is."""
     follow(EARLY)
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     wrong = tl.zeros((BLOCK,), tl.float32)
     for start in range(pid * BLOCK, size, programs * BLOCK):
         at = tl.arange(0, BLOCK).to(tl.int64) + start
-        # 0·x is 0 for a finite x and NaN for any other.
-        wrong += 0.0 * tl.load(G + at, mask=at < size, other=0.0)
+        # Written so that NaN is wrong too.
+        g = tl.load(G + at, mask=at < size, other=0.0)
+        wrong += tl.where(tl.abs(g) <= limit, 0.0, 1.0)
     tl.store(flags + pid, tl.sum(wrong))
     barrier(waiting, programs)
     every = tl.arange(0, ALL)
@@ -452,11 +469,13 @@ class Turner:
             axes = torch.arange(2 * k + 1, device=pairs.device).sum()
             self.pairs[:, k] = (axes - pairs.sum(dim=(1, 2)))[:, None].clamp(0, 2 * k)
 
-    def blend(self, H: Tensor, G: Tensor, weight: float, found_inf: Tensor | None) -> None:
-        """Move the momentum towards G, unless G is not finite."""
+    def blend(
+        self, H: Tensor, G: Tensor, weight: float, found_inf: Tensor | None, limit: float
+    ) -> None:
+        """Move the momentum towards G, unless an entry of G is beyond the limit."""
         launch(
             blend_kernel, (self.programs,), H.device,
-            H, G, self.flags, self.skip, found_inf, self.waiting, H.numel(), weight,
+            H, G, self.flags, self.skip, found_inf, self.waiting, H.numel(), limit, weight,
             SKIP=found_inf is not None, ALL=power_of_2(self.programs), BLOCK=2048,
         )  # fmt: skip
 
@@ -475,20 +494,22 @@ class Turner:
         skip: Tensor | None,
         adapt: str | None,
         betas: tuple[float, float],
-        maximize: bool,
+        share: float,
         seed: int,
         stream: int,
+        turn: int = 0,
     ) -> None:
-        """Turn along `self.pairs`, or along random planes drawn into them."""
+        """Turn along `self.pairs`, or along random planes drawn into them, by lr·share."""
         n = W.shape[-1]
         drawn = shuffle_bits(n * (n - 1) // 2 if overlap else n)
         launch(
             descend_kernel, (self.programs,), W.device,
             W, G, H, self.pairs, self.words, self.details, scale, step, lr, skip, bad,
-            self.launches, self.waiting, self.batch, n, seed, stream,
-            DRAW=draw, OVERLAP=overlap, MOMENTUM=H is not None, SKIP=skip is not None,
-            ADAPT={None: 0, "adam": 1, "adagrad": 2}[adapt],
-            RATE_ON_DEVICE=isinstance(lr, Tensor), SIGN=1 if maximize else -1,
+            self.launches, self.waiting, self.batch, n, seed, stream, share, turn,
+            FIRST=turn == 0, DRAW=draw, OVERLAP=overlap, MOMENTUM=H is not None,
+            SKIP=skip is not None,
+            ADAPT={None: 0, "adam": 1, "matrix": 1, "adagrad": 2}[adapt],
+            RATE_ON_DEVICE=isinstance(lr, Tensor),
             BETA2=betas[1], LOG_BETA1=_log(betas[0]), LOG_BETA2=_log(betas[1]),
             HELD=self.held and not overlap, BLOCK=self.block,
             ALL=power_of_2(self.items), MANY=self.many, BITS=drawn,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from givens.kernels.cpu.compiled import SUMS, compiled
+from givens.kernels.cpu.grid import SUMS, compiled
 
 
 @compiled(fastmath=SUMS)

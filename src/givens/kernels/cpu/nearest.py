@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from givens.kernels.cpu.compiled import compiled
+from givens.kernels.cpu.grid import compiled
 
 # Vectors that are compared at once, one in each vector lane: with their distances they fill L1.
 BLOCK = 256

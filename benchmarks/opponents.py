@@ -1,0 +1,194 @@
+"""What GCD is compared with, each as an optimizer of a `Rotation`'s weight W.
+
+`givens.baselines` has Cayley and the matrix exponential. Here are torch's own parametrization and
+the packages geotorch, geoopt and pogo-torch, each imported when asked for, and short code of our
+own for RSDM and Landing, which have no package, and for POGO's arithmetic in a CUDA graph.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+
+import givens
+from givens.baselines import optimizer_for
+
+PACKAGES = ("geotorch", "geoopt", "pogo-torch")
+# What a CUDA graph can hold: the others synchronise with the host.
+CAPTURED = re.compile(r"gcd(-random|-greedy|-steepest|-all|-\d+)?|cayley|landing|pogo-products.*")
+# W is rebuilt from other parameters at every forward pass.
+PARAMETRIZED = ("cayley", "expm", "torch-cayley", "geotorch")
+
+
+def make_optimizer(rotation: givens.Rotation, method: str, lr: float, seed: int = 0) -> Optimizer:
+    """The optimizer that learns `rotation.weight` by `method`, which may parametrize it in place.
+
+    "gcd-8" is GCD with 8 pairings for a gradient; `seed` is of what the opponents draw.
+    """
+    if method in OPPONENTS:
+        return OPPONENTS[method](rotation, lr, seed)
+    if turns := re.fullmatch(r"gcd-(\d+)", method):
+        return givens.GCD(rotation.parameters(), lr, turns=int(turns[1]))
+    on_device = rotation.weight.is_cuda and method in PARAMETRIZED
+    options = {"capturable": True} if on_device else {}
+    return optimizer_for(rotation, method, lr, **options)
+
+
+def _torch_cayley(rotation: givens.Rotation, lr: float, _: int) -> Optimizer:
+    nn.utils.parametrizations.orthogonal(rotation, orthogonal_map="cayley")
+    return Adam(rotation.parameters(), lr)
+
+
+def _geotorch(rotation: givens.Rotation, lr: float, _: int) -> Optimizer:
+    import geotorch
+
+    start = rotation.weight.detach().clone()
+    geotorch.orthogonal(rotation, "weight")
+    rotation.weight = start
+    return Adam(rotation.parameters(), lr)
+
+
+def _geoopt(rotation: givens.Rotation, lr: float, _: int) -> Optimizer:
+    import geoopt
+
+    weight = geoopt.ManifoldParameter(rotation.weight.detach(), manifold=geoopt.Stiefel())
+    rotation.weight = weight
+    return geoopt.optim.RiemannianAdam([weight], lr)
+
+
+def _pogo(rotation: givens.Rotation, lr: float, _: int) -> Optimizer:
+    from pogo import POGO, base
+
+    return POGO(rotation.parameters(), base.VectorAdam(), lr, flatten_fn=lambda W: W[None])
+
+
+class _OneMatrix(Optimizer):
+    """W ← `update`(W, G), which may keep a state."""
+
+    def __init__(self, rotation: givens.Rotation, lr: float, seed: int = 0) -> None:
+        super().__init__([rotation.weight], {"lr": lr})
+        self.generator = torch.Generator(rotation.weight.device).manual_seed(seed)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """One step; it takes no closure."""
+        (group,) = self.param_groups
+        (W,) = group["params"]
+        if W.grad is not None:
+            W.copy_(self.update(W, W.grad, group["lr"]))
+
+    def update(self, W: Tensor, G: Tensor, lr: float) -> Tensor:
+        """The next W."""
+        raise NotImplementedError
+
+    def scaled_mean(self, G: Tensor, betas: tuple[float, float] = (0.9, 0.999)) -> Tensor:
+        """VectorAdam: a running mean of G over the root of a running mean of ‖G‖², both unbiased.
+
+        The count of steps is a tensor, so that a replayed CUDA graph counts on.
+        """
+        state = self.state[self.param_groups[0]["params"][0]]
+        if not state:
+            state["step"] = G.new_zeros((), dtype=torch.float64)
+            state["mean"], state["square"] = torch.zeros_like(G), G.new_zeros(())
+        t = state["step"].add_(1)
+        mean = state["mean"].lerp_(G, 1 - betas[0])
+        square = state["square"].lerp_(G.square().sum(), 1 - betas[1])
+        size = (square / (1 - betas[1] ** t)).sqrt() + 1e-8
+        return mean * (1 / ((1 - betas[0] ** t) * size)).to(G.dtype)
+
+
+class POGOProducts(_OneMatrix):
+    """POGO's arithmetic, six n×n×n products and no host synchronisation.
+
+        M = W − lr/2·(WWᵀD − WDᵀW)
+        W ← M + (M − MMᵀM)/2
+
+    where D is VectorAdam's step. The package also skips a gradient that is nearly zero, and waits
+    for the device to know.
+    """
+
+    def update(self, W: Tensor, G: Tensor, lr: float) -> Tensor:
+        """The next W."""
+        D = self.scaled_mean(G)
+        M = torch.addmm(W, W @ W.mT, D, alpha=-lr / 2)
+        M = torch.addmm(M, W @ D.mT, W, alpha=lr / 2)
+        return torch.addmm(M, M @ M.mT, M, beta=1.5, alpha=-0.5)
+
+
+class POGOProductsTF32(POGOProducts):
+    """The same with the products in TF32, which only a GPU has."""
+
+    def update(self, W: Tensor, G: Tensor, lr: float) -> Tensor:
+        """The next W."""
+        with _tf32():
+            return super().update(W, G, lr)
+
+
+class Landing(_OneMatrix):
+    """W ← W − lr·(skew(D Wᵀ) + λ(WWᵀ − I))·W, skew(M) = (M − Mᵀ)/2 (Ablin and Peyré, 2022).
+
+    D is VectorAdam's step and λ = 1. W leaves SO(n) and is pulled back at the rate lr·λ.
+    """
+
+    def update(self, W: Tensor, G: Tensor, lr: float, pull: float = 1.0) -> Tensor:
+        """The next W."""
+        P = self.scaled_mean(G) @ W.mT
+        field = (P - P.mT) / 2 + pull * (W @ W.mT)
+        return torch.addmm(W, field, W, beta=1 + lr * pull, alpha=-lr)
+
+
+class RSDM(_OneMatrix):
+    """A random block of r rows turned by an r×r rotation (Han et al., 2025).
+
+        A = G_I W_Iᵀ − W_I G_Iᵀ        the derivatives of the block's planes
+        W_I ← Q W_I                    Q of the QR decomposition of I − lr·A/‖A‖·√r
+
+    A step turns the block by lr on root mean square average. Blocks change from step to step, so
+    there is no momentum.
+    """
+
+    def __init__(
+        self, rotation: givens.Rotation, lr: float, seed: int = 0, *, rows: int | None = None
+    ) -> None:
+        """Turn `rows` axes at a time, n/2 unless given."""
+        super().__init__(rotation, lr, seed)
+        self.rows = rows or max(rotation.dim // 2, 2)
+
+    def update(self, W: Tensor, G: Tensor, lr: float) -> Tensor:
+        """The next W."""
+        drawn = torch.randperm(len(W), generator=self.generator, device=W.device)[: self.rows]
+        P = G[drawn] @ W[drawn].mT
+        A = P - P.mT
+        A *= self.rows**0.5 / A.norm().clamp_min(1e-30)
+        eye = torch.eye(len(drawn), dtype=W.dtype, device=W.device)
+        Q, triangle = torch.linalg.qr(eye - lr * A)
+        # The QR decomposition that has a positive diagonal is the one near to I.
+        Q = Q * triangle.diagonal().sign()
+        return W.index_copy(0, drawn, Q @ W[drawn])
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """Products in TF32 within, and as before after."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+OPPONENTS: dict[str, Callable[[givens.Rotation, float, int], Optimizer]] = {
+    "torch-cayley": _torch_cayley,
+    "geotorch": _geotorch,
+    "geoopt": _geoopt,
+    "pogo": _pogo,
+    "pogo-products": POGOProducts,
+    "pogo-products-tf32": POGOProductsTF32,
+    "rsdm": RSDM,
+    "landing": Landing,
+}

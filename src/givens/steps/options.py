@@ -1,0 +1,163 @@
+"""The options of GCD: checked, their defaults filled in, and as plain numbers for a step."""
+
+import math
+from typing import Any, Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+from givens import kernels
+from givens.pairing import Pairing, looks_away
+
+Adapt = Literal["adam", "matrix", "adagrad"]
+# Pairings for a gradient, unless told otherwise; and the most, but for "all".
+TURNS, MOST_TURNS = 16, 64
+# Far beyond any rate that descends; no angle overflows in float32.
+MOST_RATE = 1e20
+# Steps between two repairs of what rounding does, where a step turns many pairings.
+TIDY_OFTEN = 4
+# So few axes turn in all their planes one after another, and more of them by products.
+FEW_AXES = 64
+
+
+class Options(NamedTuple):
+    """What a step does to one matrix."""
+
+    lr: float | Tensor
+    sign: int
+    """−1 where it descends."""
+    pairing: Pairing
+    turns: int
+    all_planes: bool
+    adapt: str | None
+    betas: tuple[float, float]
+    exact: bool
+    seed: int
+    stream: int
+
+    @property
+    def by_plane(self) -> bool:
+        """Whether D is known for all planes, and the angles are D's own."""
+        if looks_away(self.pairing):
+            return False
+        return self.adapt == "adam" or (self.adapt is None and (self.turns > 1 or self.all_planes))
+
+    def by_products(self, n: int) -> bool:
+        """Whether all planes turn at once, by an exponential."""
+        return self.all_planes and n > FEW_AXES
+
+    @property
+    def momentum(self) -> bool:
+        """Whether a momentum turns with the frame."""
+        return self.adapt in ("adam", "matrix") and self.betas[0] > 0 and not self.by_plane
+
+    @property
+    def memory(self) -> tuple[float, float]:
+        """(decay, gain) of scale² ← decay·scale² + gain·mean(A_ij²)."""
+        return (1.0, 1.0) if self.adapt == "adagrad" else (self.betas[1], 1 - self.betas[1])
+
+    @property
+    def tidy_every(self) -> int:
+        """Steps between two repairs of what rounding does to W."""
+        return TIDY_OFTEN if self.by_plane and self.turns > 1 else kernels.TIDY_EVERY
+
+    @property
+    def share(self) -> float:
+        """∓1/√K, so that K pairings turn an axis as far as one does, and the paper's 1/√2."""
+        return self.sign / math.sqrt(self.turns * (2 if self.adapt is None else 1))
+
+    def unbiased(self, t: int) -> float:
+        """What undoes the start of both running means at zero."""
+        if self.adapt not in ("adam", "matrix"):
+            return 1.0
+        beta1, beta2 = self.betas
+        return math.sqrt(1 - beta2**t) / (1 - beta1**t)
+
+    def rate(self, t: int) -> float | Tensor:
+        """θ over the derivative, or over what it is after its division by a size."""
+        return self.lr * (self.share * self.unbiased(t))
+
+
+def options_for(group: dict[str, Any], W: Tensor, stream: int) -> Options:
+    """What a step does to one matrix of a group."""
+    every, turns = max(W.shape[-1] - 1, 1), group["turns"]
+    all_planes = turns == "all" or 1 < every <= turns
+    return Options(
+        lr=group["lr"],
+        sign=1 if group["maximize"] else -1,
+        pairing=group["pairing"],
+        turns=every if all_planes else min(turns, every),
+        all_planes=all_planes,
+        adapt=group["adapt"],
+        betas=tuple(group["betas"]),
+        exact=group["exact"],
+        seed=group["seed"],
+        stream=stream,
+    )
+
+
+def fill_in(group: dict[str, Any]) -> None:
+    """The defaults that depend on other options, set where schedulers look for them."""
+    name, adapt = group["pairing"], group["adapt"]
+    if group["turns"] is None:
+        group["turns"] = TURNS if name == "greedy" and adapt == "adam" else 1
+    if group["betas"] is None:
+        group["betas"] = (0.0 if str(name).endswith("random") else 0.9, 0.99)
+    elif adapt not in ("adam", "matrix"):
+        raise ValueError(f"betas go with adapt='adam' or 'matrix', but got adapt={adapt!r}")
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Refuse options that a step cannot use."""
+    name, adapt = group["pairing"], group["adapt"]
+    _check_choice("pairing", name, get_args(Pairing))
+    _check_choice("adapt", adapt, (*get_args(Adapt), None))
+    check_rate(group["lr"])
+    _check_turns(group)
+    if not _are_betas(group["betas"]):
+        raise ValueError(f"betas must be two numbers in [0, 1), but got {group['betas']!r}")
+    seed = group["seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed must be in 0..2⁶³−1, but got seed={seed!r}")
+    for flag in ("exact", "maximize"):
+        if not isinstance(group[flag], bool):
+            raise ValueError(f"{flag} must be True or False, but got {flag}={group[flag]!r}")
+
+
+def check_rate(lr: float | Tensor) -> None:
+    """Refuse a rate that would make R no rotation; a step reads one on a device there alone."""
+    if isinstance(lr, bool) or not isinstance(lr, (int, float, Tensor)):
+        raise ValueError(f"lr must be a number or a tensor of one, but got lr={lr!r}")
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must be a tensor of one number, but got shape {tuple(lr.shape)}")
+    if not 0 <= float(lr) <= MOST_RATE:
+        raise ValueError(
+            f"lr must be finite and not negative, at most {MOST_RATE:g}, but got lr={float(lr)}"
+        )
+
+
+def _are_betas(betas: Any) -> bool:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        return False
+    return all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas)
+
+
+def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        listed = ", ".join(repr(choice) for choice in known if choice is not None)
+        listed += " or None" if None in known else ""
+        raise ValueError(f"{name} must be one of {listed}, but got {value!r}")
+
+
+def _check_turns(group: dict[str, Any]) -> None:
+    """Refuse pairings for a gradient that the other options do not have."""
+    turns, name, adapt = group["turns"], group["pairing"], group["adapt"]
+    if turns != "all" and (
+        isinstance(turns, bool) or not isinstance(turns, int) or not 1 <= turns <= MOST_TURNS
+    ):
+        raise ValueError(f"turns must be in 1..{MOST_TURNS} or 'all', but got turns={turns!r}")
+    if turns != 1 and name not in ("greedy", "random"):
+        raise ValueError(
+            f"turns={turns!r} goes with pairing='greedy' or 'random', but got pairing={name!r}"
+        )
+    if turns != 1 and name == "greedy" and adapt not in ("adam", None):
+        raise ValueError(f"turns={turns!r} goes with adapt='adam' or None, but got adapt={adapt!r}")

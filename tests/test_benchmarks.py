@@ -1,0 +1,193 @@
+import math
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+import givens
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import curves
+import learn
+import opponents
+import problems
+
+# The packages bring in parts of torch that warn of others.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+def rotation(n: int = 24, dtype: torch.dtype = torch.float32) -> givens.Rotation:
+    return givens.Rotation(n, givens.random_rotation(n, 1).to(dtype))
+
+
+def minimise(method: str, lr: float, steps: int = 60) -> tuple[float, float, float]:
+    """‖W − T‖² before and after, and max|WᵀW − I|."""
+    learned = rotation()
+    target = givens.random_rotation(24, 2)
+    optimizer = opponents.make_optimizer(learned, method, lr)
+    losses = []
+    for _ in range(steps + 1):
+        optimizer.zero_grad()
+        loss = (learned.weight - target).square().sum()
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+    return losses[0], losses[-1], givens.orthogonality_error(learned.weight)
+
+
+def test_products_are_those_of_the_package():
+    pytest.importorskip("pogo")
+    package, own = rotation(dtype=torch.float64), rotation(dtype=torch.float64)
+    draws = torch.Generator().manual_seed(0)
+    contenders = ((package, "pogo"), (own, "pogo-products"))
+    optimizers = [opponents.make_optimizer(learned, name, 0.3) for learned, name in contenders]
+    for _ in range(12):
+        G = torch.randn(24, 24, generator=draws, dtype=torch.float64)
+        for (learned, _), optimizer in zip(contenders, optimizers, strict=True):
+            learned.weight.grad = G.clone()
+            optimizer.step()
+    start, ends = (
+        rotation(dtype=torch.float64),
+        [learned.weight.detach() for learned, _ in contenders],
+    )
+    assert torch.allclose(*ends, rtol=0, atol=1e-6)
+    assert not torch.allclose(ends[0], start.weight, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "lr", "off"),
+    [
+        ("torch-cayley", 0.05, 1e-5),
+        ("geotorch", 0.05, 1e-5),
+        ("geoopt", 0.1, 1e-5),
+        ("pogo", 0.3, 1e-4),
+        ("pogo-products", 0.3, 1e-4),
+        ("rsdm", 0.2, 1e-5),
+        ("landing", 0.3, 1e-2),
+    ],
+)
+def test_opponents_learn_and_stay_orthogonal(method, lr, off):
+    if method in ("geotorch", "geoopt", "pogo"):
+        pytest.importorskip(method)
+    before, after, error = minimise(method, lr)
+    assert after < 0.5 * before
+    assert error < off
+
+
+def test_landing_comes_back_to_the_rotations():
+    """Without a gradient W Wᵀ goes to I."""
+    learned = rotation()
+    with torch.no_grad():
+        learned.weight *= 1.05
+    learned.weight.grad = torch.zeros(24, 24)
+    optimizer = opponents.make_optimizer(learned, "landing", 0.3)
+    for _ in range(30):
+        optimizer.step()
+    assert givens.orthogonality_error(learned.weight) < 1e-5
+
+
+def search(score, centre: int) -> tuple[int, set[int]]:
+    """The power that the rule for rates chooses, and all that it tried."""
+    scores: dict[int, float] = {}
+    while powers := learn.powers_to_try(centre, scores):
+        scores |= {power: score(power) for power in powers}
+    return learn.best_power(scores), set(scores)
+
+
+@pytest.mark.parametrize(
+    ("minimum", "tried"),
+    [
+        (0, range(-3, 3)),
+        (2, range(-3, 4)),
+        (4, range(-3, 6)),
+        (9, range(-3, 6)),
+        (-3, range(-4, 3)),
+        (-9, range(-6, 3)),
+    ],
+)
+def test_grid_is_widened_at_its_edge(minimum, tried):
+    best, found = search(lambda power: abs(power - minimum), 0)
+    assert found == set(tried)
+    assert best == min(max(minimum, min(tried)), max(tried))
+
+
+def test_failed_run_never_wins():
+    assert learn.mean_score([0.1, None]) == math.inf
+    assert learn.mean_score([0.1, math.nan]) == math.inf
+    best, _ = search(lambda power: learn.mean_score([None if power > 0 else -power, 1.0]), 0)
+    assert best == 0
+
+
+def test_resumed_run_repeats_nothing():
+    ran = []
+
+    def submit(run: learn.Run) -> Future:
+        ran.append(run)
+        future: Future = Future()
+        future.set_result({**run._asdict(), "figure": abs(math.log10(run.lr) + 1)})
+        return future
+
+    def searches() -> list[learn.Search]:
+        return [learn.Search("low-bit", 128, method, 300, 3) for method in ("rsdm", "pogo")]
+
+    rows = list(learn.learn_all(searches(), [], submit))
+    assert len(set(ran)) == len(ran) == len(rows)
+    shown = [run for run in ran if run.shown]
+    assert {(run.method, run.lr, run.seed) for run in shown} == {
+        (method, 0.1, seed) for method in ("rsdm", "pogo") for seed in range(3)
+    }
+    assert not {run.seed for run in ran if not run.shown} & {run.seed for run in shown}
+    for kept in (rows, rows[:7], rows[7:]):
+        ran.clear()
+        again = list(learn.learn_all(searches(), kept, submit))
+        assert len(again) == len(rows) - len(kept)
+        assert not set(ran) & {
+            learn.Run(*(row[name] for name in learn.Run._fields)) for row in kept
+        }
+
+
+@pytest.mark.parametrize("name", problems.PROBLEMS)
+def test_run_is_a_row_and_repeats(name):
+    run = learn.Run(name, 16, "landing", 0.1, 3, True, 4)
+    row, again = learn.train(run), learn.train(run)
+    assert row == again
+    assert row["failure"] is None
+    assert len(row["curve"]) == len(curves.points(4)) == 5
+    assert row["figure"] == pytest.approx(row["curve"][-1], rel=1e-4)
+    assert name in curves.format_table([row], [])
+
+
+def test_diverged_run_has_no_figure():
+    row = learn.train(learn.Run("low-bit", 16, "landing", 100.0, 0, False, 20))
+    assert row["figure"] is None
+    assert row["failure"]
+
+
+def test_copying_is_that_of_autograd():
+    """The recurrence's own backward pass, against modrelu written out."""
+    problem = problems.Copying(16, 0, "cpu")
+    words, answers = problem.draw_batch()
+    with torch.no_grad():
+        problem.bias.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    W = problem.start.clone().requires_grad_()
+    problem.loss(W, words, answers).backward()
+    inputs = (W, *problem.parameters)
+    own = [part.grad.clone() for part in inputs]
+    h, states = torch.zeros(16), []
+    for x in problem.hear(words.argmax(2)):
+        z = h @ W.T + x
+        h = z.sgn() * (z.abs() + problem.bias).relu()
+        states.append(h)
+    said = problem.say(torch.stack(states))
+    loss = torch.nn.functional.cross_entropy(said.flatten(0, 1), answers.flatten())
+    for found, wanted in zip(own, torch.autograd.grad(loss, inputs), strict=True):
+        assert torch.allclose(found, wanted, atol=1e-6)
+
+
+def test_time_to_a_figure():
+    result = curves.Result(0.1, [0.2], 0, [1.0, 0.5, 0.2], 2, 0.0, 2000.0)
+    assert curves.time_to_reach(result, 0.5) == 2.0
+    assert curves.time_to_reach(result, 0.1) is None
