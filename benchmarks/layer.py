@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opponents import make_optimizer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,7 +29,7 @@ from givens.paper.rows import environment, write
 
 ITEMS, HISTORY, HIDDEN = 10_000, 50, 1024
 TEMPERATURE, DISTORTION = 0.07, 0.1
-CONTENDERS = ("no index", "frozen", "gcd-greedy", "gcd-random")
+CONTENDERS = ("no index", "frozen", "gcd", "gcd-greedy", "gcd-random", "cayley", "pogo")
 
 
 class Towers(nn.Module):
@@ -69,8 +70,9 @@ def contender(
         if name == "frozen":
             layer.rotation.requires_grad_(False)
         else:
-            pairing: Any = name.removeprefix("gcd-")
-            turn = givens.GCD(layer.rotation.parameters(), 1e-3, pairing=pairing)
+            # The package of POGO synchronises with the host; its arithmetic can be captured.
+            learner = "pogo-products" if capturable and name == "pogo" else name
+            turn = make_optimizer(layer.rotation, learner, 1e-3)
     adam = torch.optim.Adam(trained, 1e-4, fused=True, capturable=capturable)
 
     def step() -> Tensor:

@@ -20,7 +20,7 @@ import givens
 
 ROWS, LEVELS = 1024, 3
 # Each method's best of three at n = 64, on a seed that is not among those shown.
-RATES = {"identity": 0, "random": 0, "gcd-random": 0.03, "gcd-greedy": 0.1}
+RATES = {"identity": 0, "random": 0, "gcd": 0.1, "gcd-random": 0.03, "gcd-greedy": 0.1}
 RATES |= {"geotorch": 0.03, "cayley": 0.03}
 
 
@@ -47,8 +47,12 @@ def learner(layer: nn.Linear, method: str, start: Tensor, lr: float) -> torch.op
     elif method == "cayley":
         parametrizations.orthogonal(layer, orthogonal_map="cayley")
     layer.weight = start if method in ("geotorch", "cayley") else nn.Parameter(start)
+    if method == "gcd":
+        return givens.GCD(layer.parameters(), lr)
     if method.startswith("gcd-"):
-        return givens.GCD(layer.parameters(), lr, pairing=method.removeprefix("gcd-"))
+        # As the paper has it: one pairing, and one size for the matrix.
+        pairing = method.removeprefix("gcd-")
+        return givens.GCD(layer.parameters(), lr, pairing=pairing, turns=1, adapt="matrix")
     return torch.optim.Adam(layer.parameters(), lr)
 
 

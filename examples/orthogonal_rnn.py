@@ -19,7 +19,8 @@ import givens
 
 SYMBOLS, COPIED, STATE, BATCH = 8, 10, 64, 64
 # Of W: each method's best of 3e-4, 1e-3, 3e-3 and 1e-2, on a seed that is not among those shown.
-RATES = {"gcd-random": 3e-3, "gcd-greedy": 1e-2, "geotorch": 1e-3, "cayley": 1e-3, "free": 1e-3}
+RATES = {"gcd": 1e-2, "gcd-random": 3e-3, "gcd-greedy": 1e-2}
+RATES |= {"geotorch": 1e-3, "cayley": 1e-3, "free": 1e-3}
 
 
 class Network(nn.Module):
@@ -62,8 +63,12 @@ def learn(method: str, lr: float, blank: int, steps: int, seed: int) -> dict[str
     torch.manual_seed(seed)
     net, draws = Network(method), torch.Generator().manual_seed(seed)
     adam = torch.optim.Adam([*net.hear.parameters(), *net.say.parameters(), net.bias], 1e-3)
-    if method.startswith("gcd-"):
-        turn = givens.GCD(net.turn.parameters(), lr, pairing=method.removeprefix("gcd-"))
+    if method == "gcd":
+        turn = givens.GCD(net.turn.parameters(), lr)
+    elif method.startswith("gcd-"):
+        # As the paper has it: one pairing, and one size for the matrix.
+        pairing = method.removeprefix("gcd-")
+        turn = givens.GCD(net.turn.parameters(), lr, pairing=pairing, turns=1, adapt="matrix")
     else:
         turn = torch.optim.Adam(net.turn.parameters(), lr)
     right = []

@@ -120,8 +120,8 @@ def test_sublinear_convergence_near_the_optimum():
 
 @pytest.mark.parametrize("det", [1, -1])
 @pytest.mark.parametrize("cosine", [False, True])
-@pytest.mark.parametrize("pairing", GCDS)
-def test_linear_objectives_reach_the_optimum_of_the_svd(pairing, cosine, det):
+@pytest.mark.parametrize("method", ["gcd", *(f"gcd-{pairing}" for pairing in GCDS)])
+def test_linear_objectives_reach_the_optimum_of_the_svd(method, cosine, det):
     """The corollary: ⟨T, R⟩ and its cosine, minimised over SO(n), T of either determinant."""
     n = 8
     T = torch.randn(n, n, dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_linear_objectives_reach_the_optimum_of_the_svd(pairing, cosine, det):
     best = oracles.best_linear(T)
     norm = float(T.norm()) * n**0.5
     rotation = givens.Rotation(n, oracles.rotation(n, 1))
-    optimizer = givens.GCD(rotation.parameters(), 0.1, pairing=pairing)
+    optimizer = givens.baselines.optimizer_for(rotation, method, 0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6000)
     for _ in range(6000):
         optimizer.zero_grad()

@@ -119,7 +119,7 @@ def test_demo_shows_three_ways(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = invoke("demo")
     page = (tmp_path / "demo" / "report.html").read_text()
-    for method in ("frozen", "gcd-greedy", "post-hoc"):
+    for method in ("frozen", "gcd", "post-hoc"):
         folder = tmp_path / "demo" / method
         results = json.loads((folder / "results.json").read_text())
         recall = f"{100 * results['index']['recall@100']:.2f} %"
@@ -661,7 +661,7 @@ def test_train_leaves_a_run_that_other_commands_read(clicks, monkeypatch):
         *names(clicks / "run")
     }
     config = json.loads((clicks / "run" / "config.json").read_text())
-    assert config["configuration"]["method"] == "gcd-greedy"
+    assert config["configuration"]["method"] == "gcd"
     assert config["configuration"]["data"] == "clicks.txt"
     assert config["seed"] == 0
     assert {"torch", "givens"} <= set(config["versions"])

@@ -37,11 +37,15 @@ def optimizer(W, lr=1e-2, pairing="greedy", **options):
     return givens.GCD([W], lr, pairing=pairing, exact=False, **options)
 
 
-def chosen(fused, W):
-    """The planes of the last step, without the axis that rested."""
-    from givens.kernels.gpu.turning import Turner
+def follow(fused, n, monkeypatch):
+    """Let the reference turn the planes of the fused step before it: they may differ in ties."""
 
-    return fused._workspaces[Turner, W, W.device, W.shape].pairs[:, : W.shape[-1] // 2].long()
+    def buffer(name):
+        return next(getattr(w, name) for w in fused._workspaces.values() if hasattr(w, name))
+
+    # Without the axis that rests.
+    monkeypatch.setattr(optim, "choose_pairs", lambda *_: buffer("pairs")[:, : n // 2].long())
+    monkeypatch.setattr(optim, "choose_partners", lambda *_: buffer("partners").long())
 
 
 @pytest.mark.parametrize("stack", [0, 3])
@@ -53,6 +57,12 @@ def chosen(fused, W):
             ["random", "greedy"], [{"adapt": "adagrad"}, {"adapt": None}, {"betas": (0.7, 0.9)}]
         ),
         ("overlapping-random", {"betas": (0.7, 0.9)}),
+        ("greedy", {"adapt": "matrix"}),
+        ("greedy", {"turns": 1}),
+        ("greedy", {"turns": 5, "adapt": None}),
+        ("greedy", {"turns": 64}),
+        ("greedy", {"turns": "all"}),
+        ("random", {"turns": 3}),
     ],
 )
 @pytest.mark.parametrize("n", [2, 33, 257])
@@ -62,7 +72,7 @@ def test_fused_equals_reference(n, pairing, options, stack, monkeypatch):
     lr = 0.02 if options.get("adapt", 1) else 1e-3
     fused, slow = (optimizer(M, lr, pairing, seed=3, **options) for M in (W, V))
     if not pairing.endswith("random"):
-        monkeypatch.setattr(optim, "choose_pairs", lambda *_: chosen(fused, W))
+        follow(fused, n, monkeypatch)
     for G in gradients(W, 20):
         W.grad, V.grad = G, G.double()
         with givens.kernels.use("triton"):
@@ -74,14 +84,14 @@ def test_fused_equals_reference(n, pairing, options, stack, monkeypatch):
     assert float((W.detach() - V.detach()).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize("n", [1000, 2048, 4096, 5000])
+@pytest.mark.parametrize("n", [1000, 2047, 2048, 3001, 4093, 4096, 5000])
 def test_wide_steps_equal_reference(n, monkeypatch):
     """Rows that are read twice, or in parts."""
-    for pairing in ("random", "greedy"):
+    for pairing, how in itertools.product(("random", "greedy"), ({}, {"adapt": "matrix"})):
         W, V = parameter(n), nn.Parameter(parameter(n).detach().double())
-        fused, slow = (optimizer(M, 0.02, pairing, seed=3) for M in (W, V))
+        fused, slow = (optimizer(M, 0.02, pairing, seed=3, **how) for M in (W, V))
         if pairing == "greedy":
-            monkeypatch.setattr(optim, "choose_pairs", lambda *_: chosen(fused, W))  # noqa: B023
+            follow(fused, n, monkeypatch)
         for G in gradients(W, 3):
             W.grad, V.grad = G, G.double()
             fused.step()
@@ -211,6 +221,7 @@ def test_graph_replays_are_steps(n, pairing):
     steps = gradients(W, 12)
     W.grad = steps[0].clone()
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         captured.step()
     torch.cuda.current_stream().wait_stream(side)
@@ -278,6 +289,65 @@ def test_grad_scaler_skips_on_the_device():
         scaler.update()
         assert torch.equal(W.detach(), before) == (factor != 1.0)
     assert int(optimizer.state[W]["step"]) == 2
+
+
+@pytest.mark.parametrize("turns", [1, 4, 16, 64])
+@pytest.mark.parametrize("n", [40, 129, 512, 1000, 3001])
+def test_weight_of_the_chosen_planes(n, turns):
+    """Pairings without a plane twice, and 90 % of what K greedy ones, one after another, take."""
+    from givens.pairing import greedy_partners
+
+    W = parameter(n)
+    turn = optimizer(W, turns=turns)
+    W.grad = gradients(W, 1)[0] * torch.rand(n, n, device="cuda").pow(4)
+    with givens.kernels.use("triton"):
+        turn.step()
+    planes = next(w for w in turn._workspaces.values() if hasattr(w, "partners"))
+    partners = planes.partners[0].long()
+    rest = torch.arange(n, device="cuda").expand_as(partners)
+    assert torch.equal(partners.gather(1, partners), rest)
+    codes = (partners * n + rest)[partners > rest]
+    assert len(codes.unique()) == len(codes)
+    # The state after the first step: m above the diagonal and √v below it.
+    moments = turn.state[W]["planes"].double()
+    weights = moments.triu(1).abs() / moments.tril(-1).T.where(moments.triu(1) != 0, 1.0)
+    weights = (weights + weights.T).float()
+    found = weights.flatten()[codes].sum()
+    with givens.kernels.use("reference"):
+        best = greedy_partners(weights, turns)
+    expected = weights.gather(0, best).sum() / 2
+    assert float(found) >= 0.9 * float(expected)
+
+
+def test_hammered():
+    """Sizes, stacks, options, streams and gradients of any size: always a rotation."""
+    draws = torch.Generator().manual_seed(7)
+
+    def draw(*choices):
+        return choices[int(torch.randint(len(choices), (), generator=draws))]
+
+    for trial in range(300):
+        n = draw(1, 2, 3, 5, 16, 31, 64, 129, 500, 513, 1023, 2501)
+        stack = draw(0, 0, 3) if n < 200 else 0
+        name = draw("random", "greedy", "greedy", "steepest", "overlapping-greedy")
+        adapt = draw("adam", "adam", "matrix", "adagrad", None)
+        several = name == "random" or (name == "greedy" and adapt in ("adam", None))
+        turns = draw(None, 1, 3, 16, "all") if several and n < 600 else None
+        W = parameter(n, stack, trial)
+        turn = optimizer(W, draw(1e-3, 0.1, 3.0), name, adapt=adapt, turns=turns)
+        stream = draw(torch.cuda.current_stream(), torch.cuda.Stream())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(6):
+                size = 10.0 ** draw(-38, -30, -10, 0, 10, 30, 38)
+                W.grad = (torch.randn_like(W) * size).detach()
+                if draw(0, 0, 1):
+                    W.grad.flatten()[draw(0, -1)] = draw(float("nan"), float("inf"))
+                turn.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        assert givens.orthogonality_error(W) < 5e-6, (n, stack, name, adapt, turns)
+        for value in turn.state[W].values():
+            assert value.isfinite().all(), (n, stack, name, adapt, turns)
 
 
 def test_state_moves_between_cpu_and_gpu():

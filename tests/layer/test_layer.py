@@ -295,7 +295,7 @@ def test_a_small_sample_revives_as_many_as_it_has():
     assert int(layer.revive(layer(data(5, seed=1)).embedding.detach())) <= D * (K - 8)
 
 
-@pytest.mark.parametrize("method", ["gcd-random", "gcd-greedy", "gcd-steepest", "cayley"])
+@pytest.mark.parametrize("method", ["gcd", "gcd-random", "gcd-greedy", "gcd-steepest", "cayley"])
 def test_learning_the_rotation_lowers_the_distortion(method):
     """On fixed vectors, codebooks trained in both cases, below what a frozen rotation gives."""
     mixed = data() @ givens.random_rotation(n, 5)

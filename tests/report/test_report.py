@@ -36,7 +36,7 @@ from givens.retrieval.train import train, warm_up
 from givens.rotation import random_rotation, rotate_pairs_
 from givens.storage import files
 
-METHODS: tuple[Method, ...] = ("frozen", "gcd-greedy", "post-hoc")
+METHODS: tuple[Method, ...] = ("frozen", "gcd", "post-hoc")
 CONFIG = Config(
     dim=16,
     subspaces=4,
@@ -79,7 +79,7 @@ def folder(tmp_path_factory):
         train(log, config, place / name, towers=towers)
         about = {**run_record(config, log, "cpu", None), "seconds": 10 + number}
         files.write_json(place / name / "config.json", about)
-    shutil.copytree(place / "gcd-greedy", place / "stopped")
+    shutil.copytree(place / "gcd", place / "stopped")
     for name in ("results.json", "index.faiss", "index.faiss.json"):
         (place / "stopped" / name).unlink()
     return place
@@ -146,7 +146,7 @@ def test_the_table_has_the_runs_numbers(folder, three):
 
 def test_every_look_is_a_point(folder, three):
     text, _ = three
-    for method in ("frozen", "gcd-greedy"):
+    for method in ("frozen", "gcd"):
         lines = (folder / method / "metrics.jsonl").read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if row["phase"] == "joint"]
         assert [row["step"] for row in rows] == [20, 30, 40, 50, 60]
@@ -241,11 +241,11 @@ def test_findings_are_computed_from_the_runs(folder, three):
     lines = findings(entries)
     told = {method: results(folder, method) for method in METHODS}
     ends = {entry.run.method: entry.run.rows[-1] for entry in entries}
-    change = 100 * (ends["gcd-greedy"]["distortion"] / ends["frozen"]["distortion"] - 1)
+    change = 100 * (ends["gcd"]["distortion"] / ends["frozen"]["distortion"] - 1)
     way = "lower" if change < 0 else "higher"
     assert f"{abs(change):.1f} % {way} than with the rotation frozen" in lines[0]
     for line, method in ((lines[1], "frozen"), (lines[2], "post-hoc")):
-        mine, other = (told[m]["index"]["recall@100"] for m in ("gcd-greedy", method))
+        mine, other = (told[m]["index"]["recall@100"] for m in ("gcd", method))
         way = "higher" if mine > other else "lower"
         assert f"{abs(100 * (mine - other)):.1f} ± " in line
         assert f" points {way} than " in line
@@ -298,7 +298,7 @@ def test_a_run_without_a_look_is_shown(folder, tmp_path):
 
 
 def test_runs_of_different_logs_are_said_to_be(folder, tmp_path):
-    shutil.copytree(folder / "gcd-greedy", tmp_path / "other")
+    shutil.copytree(folder / "gcd", tmp_path / "other")
     about = json.loads((tmp_path / "other" / "config.json").read_text())
     about["log"] = "other.txt: 1 <click> of 1 user"
     (tmp_path / "other" / "config.json").write_text(json.dumps(about))

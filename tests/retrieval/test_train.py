@@ -93,7 +93,7 @@ def test_it_learns_and_the_index_is_what_the_model_scores(log, tmp_path):
         {"method": "penalty", "loss": "hinge", "negatives": 0},
         {"method": "gcd-random", "start": "identity", "fixed_items": True},
         {"method": "gcd-steepest", "exact": True, "stream": True},
-        {"method": "gcd-greedy", "coarse": 8},
+        {"method": "gcd", "coarse": 8},
         {"method": "post-hoc", "pool": "mean"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
@@ -126,7 +126,7 @@ def test_in_a_small_catalogue_the_best_step_is_looked_for():
     assert all(row["recall"] < 1 for row in done.rows)
 
 
-@pytest.mark.parametrize("method", ["gcd-greedy", "frozen"])
+@pytest.mark.parametrize("method", ["gcd", "frozen"])
 def test_without_steps_the_index_is_as_it_starts(log, tmp_path, method):
     done = train(log, changed(steps=0, method=method), tmp_path)
     start = givens.load(tmp_path / "start.safetensors")

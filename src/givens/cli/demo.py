@@ -20,7 +20,7 @@ from givens.storage import files
 # as small indexes have them, and R starts as the identity, so that learning it is all it gets.
 LOG: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {"subspaces": 16, "codewords": 16, "start": "identity", "every": 50}
-METHODS: tuple[Method, ...] = ("frozen", "gcd-greedy", "post-hoc")
+METHODS: tuple[Method, ...] = ("frozen", "gcd", "post-hoc")
 # What the report takes, in parts of all steps.
 REPORT = 0.05
 
@@ -33,7 +33,7 @@ def demo(
 ) -> None:
     """Train two towers and their index on a click log made in memory, in three ways.
 
-    The rotation frozen, learned by GCD-G, and the index left to Faiss's OPQ afterwards, all from
+    The rotation frozen, learned by GCD, and the index left to Faiss's OPQ afterwards, all from
     the same warm-up. Takes a few minutes on two cores; writes a page of pictures, and folders with
     an index each that Faiss opens.
 
@@ -70,7 +70,7 @@ def demo(
     _show(runs, 4 * config.dim)
     for line in findings(entries):
         typer.echo(f"• {line}")
-    run = output / "gcd-greedy"
+    run = output / "gcd"
     asked = f"{run}/users.safetensors:queries"
     typer.echo(
         f"Written in {time.perf_counter() - began:.0f} s: {output}/report.html and the runs "

@@ -19,7 +19,7 @@ def report(
     Takes the folders that `givens train` and `givens demo` write; runs that are not finished are
     shown as far as they came. The speed of searching is measured now, on this machine.
 
-    Example: givens report frozen gcd-greedy post-hoc -o report.html
+    Example: givens report frozen gcd post-hoc -o report.html
     """
     if output.suffix != ".html":
         raise ValueError(f"{output} must end in .html")

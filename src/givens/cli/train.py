@@ -21,9 +21,7 @@ def train(
     data: Annotated[
         Path | None, typer.Option(help="Folder or file of a log; the built-in one if not given.")
     ] = None,
-    method: Annotated[
-        str, typer.Option(help=f"How R is learned: {', '.join(METHODS)}.")
-    ] = "gcd-greedy",
+    method: Annotated[str, typer.Option(help=f"How R is learned: {', '.join(METHODS)}.")] = "gcd",
     start: Annotated[
         str, typer.Option(help=f"Where R starts: {', '.join(get_args(Start))}.")
     ] = "opq",
@@ -65,7 +63,7 @@ def train(
 
     Under torchrun its processes train one model together, on a GPU each with --device cuda.
 
-    Example: givens train -o run --data ml-1m --method gcd-greedy --device cuda
+    Example: givens train -o run --data ml-1m --device cuda
 
     Example: torchrun --nproc-per-node 8 -m givens train -o run --data ml-1m --device cuda
     """

@@ -28,6 +28,7 @@ NAMES = {
     "cayley": "Cayley",
     "expm": "matrix exponential",
     "penalty": "penalty",
+    "gcd": "GCD",
     "gcd-random": "GCD-R",
     "gcd-greedy": "GCD-G",
     "gcd-steepest": "GCD-S",

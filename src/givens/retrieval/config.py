@@ -14,6 +14,7 @@ Method = Literal[
     "cayley",
     "expm",
     "penalty",
+    "gcd",
     "gcd-random",
     "gcd-greedy",
     "gcd-steepest",
@@ -33,8 +34,9 @@ LARGE = 50_000
 class Config:
     """The options of a run."""
 
-    method: Method = "gcd-greedy"
-    """How R is learned; "post-hoc" trains without the index and leaves it to Faiss's OPQ."""
+    method: Method = "gcd"
+    """How R is learned: GCD as it comes, or as the paper has it ("gcd-greedy" and its siblings);
+    "post-hoc" trains without the index and leaves it to Faiss's OPQ."""
     start: Start = "opq"
     """Where R is when the index comes in."""
     exact: bool = False

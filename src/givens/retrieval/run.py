@@ -363,13 +363,13 @@ def capturable(config: Config, *, joint: bool) -> bool:
 def rotation_learner(layer: IndexLayer, config: Config) -> Optimizer:
     """What learns R, at a rate that turns an axis about as far in a step whatever the method.
 
-    GCD turns an axis in one plane. Adam moves all n of its entries, each by its rate, and Cayley's
+    GCD's rate is that angle. Adam moves all n of an axis's entries, each by its rate, and Cayley's
     transform is I − 2S at first.
     """
     n = layer.rotation.dim
     spread = {"cayley": 2 * math.sqrt(n), "expm": math.sqrt(n), "penalty": math.sqrt(n)}
     options: dict[str, Any] = {}
-    if config.method.startswith("gcd-"):
+    if config.method.startswith("gcd"):
         options = {"seed": config.seed, "exact": config.exact}
     elif config.method != "frozen":
         options = {"capturable": layer.codebooks.is_cuda}

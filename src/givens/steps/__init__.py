@@ -15,8 +15,10 @@ from givens.steps.options import Options
 def gradient_limit(W: Tensor, how: Options) -> float:
     """The largest entry of a gradient with which no derivative, nor angle, overflows."""
     limit = torch.finfo(W.dtype).max / (8 * math.sqrt(W.shape[-1]))
+    if how.adapt or (isinstance(how.lr, Tensor) and how.lr.device.type != "cpu"):
+        return limit
     # The raw step has the gradient's size in its angles.
-    return limit if how.adapt else limit / max(1.0, float(how.lr))
+    return limit / max(1.0, float(how.lr))
 
 
 def check_gradient(W: Tensor, G: Tensor, how: Options) -> None:

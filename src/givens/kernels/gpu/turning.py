@@ -447,7 +447,9 @@ class Turner:
         self.held = n <= self.block and self.many * self.block <= HELD
         self.programs = triton.cdiv(total, self.many)
         if not self.held:
-            self.programs = programs_at_once(device, 2 if n <= WIDE else 1, total)
+            # Rows that are not aligned take more registers: two programs would not fit.
+            each = 2 if n <= WIDE and n % 16 == 0 else 1
+            self.programs = programs_at_once(device, each, total)
             self.many = power_of_2(triton.cdiv(total, self.programs))
         held = self.many * self.block if self.held else HELD
         self.warps = max(1, min(8, held // 256))
