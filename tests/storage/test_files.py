@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_the_old_file(saved):
 
 def test_what_a_killed_process_left_is_swept_and_a_living_one_is_not(saved):
     code = (
-        "import os, signal, sys; from givens import files\n"
+        "import os, signal, sys; from givens.storage import files\n"
         f"with files.replacing({str(saved)!r}) as temporary:\n"
         "    temporary.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
     )

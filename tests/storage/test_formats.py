@@ -140,7 +140,7 @@ CSV = "1.0,2.0\n3.0,4.0\n" * 20
         ("x.npy", lambda path: np.save(path, np.zeros((0, 2))), r"of shape \(0, 2\)"),
         ("x.fvecs", text(CSV), "not a whole .fvecs file"),
         ("x.fvecs", cut(WRITERS["x.fvecs"], 699), "not a whole .fvecs file"),
-        ("x.fvecs", raw(struct.pack("<iiiiii", 2, 0, 0, 3, 0, 0)), "row 1 does not say n = 2"),
+        ("x.fvecs", raw(struct.pack("<iiiiii", 2, 0, 0, 3, 0, 0)), "row 1 does not say n = 2 as"),
         ("x.bvecs", raw(struct.pack("<i", -4) + b"ab"), "not a whole .bvecs file"),
         ("x.hdf5", text(CSV), "not an HDF5 file"),
         ("x.hdf5", cut(WRITERS["x.hdf5"], 900), "not an HDF5 file"),

@@ -67,7 +67,7 @@ def test_a_stamp_tells_of_changes(store):
         ("cut.npy", "cut.npy is not a whole .npy file"),
         ("cut.fvecs", "cut.fvecs is not a whole .fvecs file"),
         ("cut.parquet", "cut.parquet is not a parquet file"),
-        ("flat.npy", "flat.npy is not a whole .npy file"),
+        ("flat.npy", r"flat.npy must be a table, row by row, but has shape \(5,\)"),
         ("c.parquet", "name one, as in memory://store/c.parquet:vector"),
     ],
 )

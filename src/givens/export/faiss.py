@@ -13,7 +13,6 @@ To a GPU goes what Faiss takes there: `faiss.index_cpu_to_gpu(resources, 0, to_f
 """
 
 import contextlib
-import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -211,8 +210,8 @@ def recording(path: str | Path, record: Mapping[str, Any]) -> Iterator[Path]:
         # A damaged record is no reason to keep it.
         with contextlib.suppress(ValueError):
             previous = _records(path)
-        files.write_json(record_path, {**whole, "previous": previous})
-    files.write_json(record_path, whole)
+        files.write_sealed(record_path, {**whole, "previous": previous})
+    files.write_sealed(record_path, whole)
 
 
 def load_index(path: str | Path, *, mapped: bool = False) -> Stored:
@@ -382,7 +381,12 @@ def _add_to_lists(core: Any, q: Quantizer, source: Source) -> None:
         for part, _ in source.slices(0.5):
             numbers = q.assign(q.rotate(part.to(device))).cpu().numpy()
             counts += np.bincount(numbers, minlength=core.nlist)
-            numbers.tofile(assigned)
+            try:
+                # Not `tofile`, which counts what it could not write and does not say why.
+                assigned.write(numbers.data)
+                assigned.flush()
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, tempfile.gettempdir()) from error
         assigned.seek(0)
         for number, count in enumerate(counts):
             lists.resize(number, int(count))
@@ -459,14 +463,17 @@ def _record_path(path: str | Path) -> Path:
 def _records(path: str | Path) -> list[dict[str, Any]]:
     """The records beside an index: one, or more where a writer was stopped between two renames."""
     beside = _record_path(path)
-    if not beside.is_file():
+    if not beside.exists():
         return []
     try:
-        record = json.loads(beside.read_text("utf-8"))
+        record = files.read_sealed(beside)
         previous = record.pop("previous", [])
         return [record, *(dict(one) for one in previous)]
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{beside} is damaged: it is not the record of an index") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{beside} is damaged, or an earlier version's: it is not the record of an index; "
+            "build the index again, or delete the record to go on without it"
+        ) from error
 
 
 def _line(error: Exception) -> str:
