@@ -57,7 +57,8 @@ def fit(
     place = out.check_device(device)
     x = vectors.read(source, "train")
     start = _start(init)
-    out.check_output(output, source)
+    earlier = None if isinstance(start, str) else init
+    out.check_outputs({"--output": output}, [source, earlier])
     chosen = {
         "vectors": source,
         "subspaces": subspaces,

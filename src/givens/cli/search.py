@@ -54,14 +54,11 @@ def search(
     from givens.export.faiss import from_faiss
 
     for path in (output, scores):
-        if path is not None:
-            if path.suffix != ".npy":
-                raise ValueError(f"{path} must end in .npy")
-            out.check_output(path, index, queries, rerank or index, ids or index)
+        if path is not None and path.suffix != ".npy":
+            raise ValueError(f"{path} must end in .npy")
+    out.check_outputs({"--output": output, "--scores": scores}, [index, queries, rerank, ids])
     if rerank is None and (candidates is not None or ids is not None):
         raise ValueError("--candidates and --ids go with --rerank")
-    if output is not None and output == scores:
-        raise ValueError(f"--output and --scores must be two files, but both are {output}")
     stored = open_index(index, mapped=mapped)
     asked = vectors.read(queries, "test")
     check_queries(stored.index, asked, k)
@@ -92,8 +89,7 @@ def search(
 
     for path, table in ((output, found), (scores, values)):
         if path is not None:
-            with files.replacing(path) as temporary, temporary.open("wb") as file:
-                np.save(file, table)
+            files.write_array(path, table)
     if output is not None:
         about = out.record(
             None, "cpu", index=index, queries=queries, k=k, nprobe=nprobe, rerank=rerank

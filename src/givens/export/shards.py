@@ -27,7 +27,6 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from givens.export.faiss import (
     Source,
@@ -38,18 +37,17 @@ from givens.export.faiss import (
     recording,
     slice_rows,
 )
+from givens.export.lists import ID, KIND, Ids, Lists, centroids, total
 from givens.quantizer import Quantizer, load
 from givens.storage import files, vectors
 
-KIND, FORMAT = "lists", 1
+FORMAT = 1
 MANIFEST, LOCK = "manifest.json", "lock"
 # Vectors of a shard, about: what a worker holds the codes of.
 ROWS = 1 << 19
-ID = 8
 # Bytes of shards that are mapped before the system is told to forget them.
 WINDOW = 1 << 26
 
-Ids = npt.NDArray[np.int64]
 Progress = Callable[[float], object]
 
 
@@ -124,13 +122,6 @@ def plan(sources: Sequence[str], dim: int) -> list[Job]:
     if pieces:
         jobs.append(Job(len(jobs), at, tuple(pieces)))
     return jobs
-
-
-def centroids(q: Quantizer) -> Tensor:
-    """The centres of its lists, without which there is nothing to cut into shards."""
-    if q.coarse is None:
-        raise ValueError("shards are of inverted lists: the quantizer needs coarse centroids")
-    return q.coarse
 
 
 def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -> Shard:
@@ -234,12 +225,12 @@ def load_shards(folder: str | Path) -> Stored:
         raise ValueError(f"{folder} is damaged: {manifest['quantizer']} is not its quantizer")
     index = empty_index(q)
     core = inverted(index)
-    opened: dict[str, _Lists] = {}
+    opened: dict[str, Lists] = {}
     for shard in manifest["shards"]:
         path = _inside(folder, shard["name"])
         if files.checksum(path) != shard["checksum"]:
             raise ValueError(f"{folder} is damaged: {path.name} is not as {MANIFEST} says")
-        lists = _Lists(path, q, core.code_size, shard["vectors"])
+        lists = Lists(path, q, core.code_size, shard["vectors"])
         if other := opened.get(lists.job):
             names = f"{path.name} and {other.path.name}"
             raise ValueError(f"{folder} is damaged: {names} are of the same vectors")
@@ -271,7 +262,7 @@ def merge(
     """
     index = empty_index(q, table=False)
     code = inverted(index).code_size
-    opened = [_Lists(Path(folder) / shard.name, q, code, shard.vectors) for shard in shards]
+    opened = [Lists(Path(folder) / shard.name, q, code, shard.vectors) for shard in shards]
     sizes = sum((lists.sizes for lists in opened), np.int64(0) * opened[0].sizes)
     index.ntotal = inverted(index).ntotal = int(sizes.sum())
     record = {**about, "fingerprint": q.fingerprint, "vectors": index.ntotal}
@@ -282,49 +273,6 @@ def merge(
             _copy_lists(opened, sizes, code, file, progress)
         _check_merged(temporary, sizes)
         record["seconds"] = {**about.get("seconds", {}), "merge": time.perf_counter() - began}
-
-
-class _Lists:
-    """A shard's lists: for each its codes and then its ids, as in Faiss's own files.
-
-    They are checked against the quantizer, the vectors that there should be and the bytes that
-    there are, before Faiss or a copy goes by their sizes.
-    """
-
-    def __init__(self, path: Path, q: Quantizer, code_size: int, count: int) -> None:
-        header = files.read_header(path)
-        if header.kind != KIND or [*header.tensors] != ["sizes", "lists"]:
-            raise ValueError(f"{path} is no shard, or of another version of givens")
-        first, last = (header.tensors[name]["data_offsets"] for name in ("sizes", "lists"))
-        nlist, size = len(centroids(q)), path.stat().st_size
-        start = size - last[1]
-        self.path, self.at, self.size, self.code_size = path, start + last[0], size, code_size
-        self.job = str(header.metadata.get("job"))
-        if header.metadata.get("fingerprint") != q.fingerprint or first[1] - first[0] != 8 * nlist:
-            raise ValueError(f"{path} is of another quantizer")
-        # Mapped: a thousand shards of many lists have many sizes.
-        self.sizes: Ids = np.memmap(path, np.int64, "r", start + first[0], (nlist,))
-        if (last[1] - last[0], count) != ((code_size + ID) * count, _total(self.sizes, count)):
-            raise ValueError(f"{path} is damaged: its lists do not have {count} vectors")
-
-    def mapped(self) -> Any:
-        """The lists for Faiss, read where they are."""
-        lists: Any = faiss.OnDiskInvertedLists()
-        lists.nlist, lists.code_size = len(self.sizes), self.code_size
-        lists.filename, lists.totsize, lists.read_only = str(self.path), self.size, True
-        ends = self.at + np.cumsum(self.sizes) * (self.code_size + ID)
-        # Of each list Faiss keeps three numbers: size, capacity and offset.
-        starts = ends - self.sizes * (self.code_size + ID)
-        table = np.stack([self.sizes, self.sizes, starts], 1).astype(np.uint64)
-        lists.lists.resize(len(table))
-        faiss.memcpy(lists.lists.data(), faiss.swig_ptr(table), table.nbytes)
-        lists.do_mmap()
-        return lists
-
-
-def _total(sizes: Ids, most: int) -> int:
-    """The sum of sizes, or −1 where one of them cannot be: a sum that overflows may be any."""
-    return int(sizes.sum()) if ((sizes >= 0) & (sizes <= most)).all() else -1
 
 
 def _lists(q: Quantizer, source: Source, ids: Ids) -> tuple[Ids, npt.NDArray[np.uint8]]:
@@ -372,7 +320,7 @@ def _head(index: Any, sizes: Ids) -> bytes:
 
 
 def _copy_lists(
-    shards: Sequence[_Lists], sizes: Ids, code: int, out: Any, progress: Progress | None
+    shards: Sequence[Lists], sizes: Ids, code: int, out: Any, progress: Progress | None
 ) -> None:
     with contextlib.ExitStack() as stack:
         maps = []
@@ -414,7 +362,7 @@ def _is_whole(path: Path, claim: Mapping[str, Any], rows: int) -> bool:
     except (FileNotFoundError, ValueError):
         return False
     sizes = contents.tensors.get("sizes", torch.empty(0)).numpy()
-    return contents.metadata == claim and sizes.dtype == np.int64 and _total(sizes, rows) == rows
+    return contents.metadata == claim and sizes.dtype == np.int64 and total(sizes, rows) == rows
 
 
 def _is_ours(path: Path) -> bool:
@@ -449,7 +397,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _inside(folder: Path, name: str) -> Path:
     """A file that a manifest names, in its folder and nowhere else."""
     path = folder / name
-    if "\0" in name or os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
+    home = Path(os.path.realpath(folder))
+    if "\0" in name or Path(os.path.realpath(path)).parent != home:
         raise ValueError(f"{folder} is damaged: {MANIFEST} names {name!r:.80}, outside the folder")
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not whole: {path.name} is missing; build it again")
