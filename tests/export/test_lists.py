@@ -35,7 +35,9 @@ def folder(tmp_path):
 
 
 def quantizer(x):
-    return givens.Quantizer(torch.eye(n), x[:128].reshape(16, 4, 16)[..., :2].transpose(0, 1), x[:L])
+    return givens.Quantizer(
+        torch.eye(n), x[:128].reshape(16, 4, 16)[..., :2].transpose(0, 1), x[:L]
+    )
 
 
 def build(root, q, source):
@@ -137,7 +139,10 @@ DAMAGE = {
     "link": (elsewhere("in.lists", link=True), "names 'in.lists', outside the folder"),
     "no name at all": (lambda f: first_shard(f, name=""), "names '', outside the folder"),
     "zero byte": (lambda f: first_shard(f, name="a\0b"), "outside the folder"),
-    "quantizer elsewhere": (lambda f: change(f, quantizer="../q.safetensors"), "outside the folder"),
+    "quantizer elsewhere": (
+        lambda f: change(f, quantizer="../q.safetensors"),
+        "outside the folder",
+    ),
     "huge size": (lambda f: forge(f, sizes=sizes(1 << 40, 0, 0, 0, 0)), "do not have 100 vectors"),
     "negative size": (lambda f: forge(f, sizes=sizes(-5, 105, 0, 0, 0)), "not have 100 vectors"),
     "overflow": (lambda f: forge(f, sizes=sizes(*[1 << 62] * 4, 100)), "not have 100 vectors"),

@@ -18,7 +18,8 @@ from givens.storage import files, vectors
 
 Engine = Literal["local", "ray"]
 # Files of runs and of shards.
-PARTS = (".faiss", ".json", ".jsonl", ".lists", ".safetensors")
+PARTS = (".faiss", ".jsonl", ".lists", ".safetensors")
+NAMED = ("config.json", "manifest.json", "results.json")
 
 
 def command(*words: object) -> str:
@@ -158,9 +159,10 @@ def _read_with(source: str | Path) -> Iterator[Path]:
     path = vectors.split(path)[0]
     yield path
     if path.is_dir():
-        ours = (path / "manifest.json").exists() or (path / "config.json").exists()
+        ours = any((path / name).exists() for name in ("manifest.json", "config.json"))
         for file in path.iterdir():
-            if file.suffix.lower() in (PARTS if ours else vectors.SUFFIXES):
+            known = PARTS if ours else vectors.SUFFIXES
+            if file.suffix.lower() in known or file.name in NAMED:
                 yield file
     elif beside(path).exists():
         yield beside(path)

@@ -1,5 +1,6 @@
 """`givens search`: the nearest neighbours of queries, by an index and optionally once more."""
 
+import hashlib
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,14 +88,15 @@ def search(
             found[at], values[at] = I, D
             bar.advance(len(part))
 
-    for path, table in ((output, found), (scores, values)):
-        if path is not None:
-            files.write_array(path, table)
+    tables = ((output, found), (scores, values))
+    written = {path: files.npy_bytes(table) for path, table in tables if path is not None}
     if output is not None:
         about = out.record(
             None, "cpu", index=index, queries=queries, k=k, nprobe=nprobe, rerank=rerank
         )
-        out.write_record(output, {**about, "seconds": spent})
+        about |= {"seconds": spent, "checksum": hashlib.sha256(written[output]).hexdigest()}
+        written[out.beside(output)] = files.json_bytes(about)
+    files.write_together(written)
     typer.echo(
         f"Searched {len(asked):,} queries among {stored.index.ntotal:,} vectors in {spent:.2f} s "
         f"({len(asked) / spent:,.0f} a second)"

@@ -377,16 +377,12 @@ def _add_to_lists(core: Any, q: Quantizer, source: Source) -> None:
     """Two passes: the first says how long each list will be, the second fills it."""
     device, lists = q.rotation.device, faiss.downcast_InvertedLists(core.invlists)
     counts = np.zeros(core.nlist, np.int64)
-    with tempfile.TemporaryFile() as assigned:
+    with _scratch() as assigned:
         for part, _ in source.slices(0.5):
             numbers = q.assign(q.rotate(part.to(device))).cpu().numpy()
             counts += np.bincount(numbers, minlength=core.nlist)
-            try:
-                # Not `tofile`, which counts what it could not write and does not say why.
-                assigned.write(numbers.data)
-                assigned.flush()
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, tempfile.gettempdir()) from error
+            # Not `tofile`, which counts what it could not write and does not say why.
+            assigned.write(numbers.data)
         assigned.seek(0)
         for number, count in enumerate(counts):
             lists.resize(number, int(count))
@@ -398,6 +394,18 @@ def _add_to_lists(core: Any, q: Quantizer, source: Source) -> None:
             numbers = np.fromfile(assigned, np.int64, len(part))
             pointers = map(faiss.swig_ptr, (Y, ids, numbers))
             core.add_core(len(part), *pointers, None)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Any]:
+    """A file without a name, whose errors name the folder that it is in."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            yield file
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, tempfile.gettempdir()) from error
 
 
 def slice_rows(dim: int) -> int:

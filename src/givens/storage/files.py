@@ -152,7 +152,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
         _sync_folder(target.parent)
     except OSError as error:
         # The user's path, not the temporary one, and also where the system names none.
-        if error.errno is None:
+        named = Path(error.filename or target)
+        ours = named in (target, target.parent) or named.name.startswith(f".{target.name}.")
+        if error.errno is None or not ours:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
@@ -187,17 +189,6 @@ def read_sealed(path: str | Path) -> dict[str, Any]:
     raise _damaged(path, "its digest does not match, or it has none")
 
 
-def write_array(path: str | Path, table: npt.NDArray[Any]) -> None:
-    """Write an array as .npy."""
-    table = np.ascontiguousarray(table)
-    head = io.BytesIO()
-    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(table))
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        file.write(head.getbuffer())
-        # Numpy would count what it could not write, and not say why.
-        file.write(table.data)
-
-
 def write_together(contents: Mapping[Path, bytes]) -> None:
     """Write files that belong together: none takes its place before all are on the disk."""
     with contextlib.ExitStack() as stack:
@@ -206,6 +197,13 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
+
+
+def npy_bytes(table: npt.NDArray[Any]) -> bytes:
+    """An array as a .npy file; numpy does not say why it fails where it writes one itself."""
+    content = io.BytesIO()
+    np.save(content, table, allow_pickle=False)
+    return content.getvalue()
 
 
 def png(figure: Any) -> bytes:
