@@ -87,7 +87,10 @@ BUILD = ("build", "q.safetensors", "x.npy", "-o", "b.faiss", "--ids")
         ("evaluate i.faiss x.npy --groundtruth truth.npy -o results", "its recall.png would be"),
         ("evaluate results/rows.json x.npy --groundtruth truth.npy -o results", "its rows.json"),
         ("evaluate parts x.npy --groundtruth truth.npy -o {here}/parts", "--output must not be"),
-        ("train -o log --data log/items.txt --codewords 16", "its items.txt would be log/items.txt"),
+        (
+            "train -o log --data log/items.txt --codewords 16",
+            "its items.txt would be log/items",
+        ),
         ("train -o log --data log --codewords 16", "--output must not be log, which is read"),
         ("report run -o page.html", READ),
         ("paper fig4 -o figures --rows rows.json", "holds no rows of fig4"),

@@ -152,7 +152,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         _sync_folder(target.parent)
     except OSError as error:
         # The user's path, not the temporary one, and also where the system names none.
-        named = Path(error.filename or target)
+        named = Path(str(error.filename or target))
         ours = named in (target, target.parent) or named.name.startswith(f".{target.name}.")
         if error.errno is None or not ours:
             raise
