@@ -160,7 +160,7 @@ def clear(command: Command, old: dict[str, bytes | None], beside: dict[str, byte
             Path(name).write_bytes(content)
 
 
-def stop(command: Command, moments: int) -> dict[str, Any]:
+def stop(command: Command, moments: int, minutes: float) -> dict[str, Any]:
     """Stop it so often, and count what is not as promised."""
     if command.old is not None:
         run(command.words.replace(*command.old))
@@ -172,8 +172,9 @@ def stop(command: Command, moments: int) -> dict[str, Any]:
     wrong: Counter[str] = Counter({"lost": 0, "other end": 0, "left behind": 0, "not one line": 0})
     answers: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    draw = random.Random(0)
-    for moment in range(moments):
+    draw, done, until = random.Random(0), 0, time.monotonic() + 60 * minutes
+    while done < moments and time.monotonic() < until:
+        moment, done = done, done + 1
         clear(command, old, before)
         how = SIGNALS[moment % len(SIGNALS)]
         child = started(command.words)
@@ -211,7 +212,7 @@ def stop(command: Command, moments: int) -> dict[str, Any]:
     return {
         "part": "stopped commands",
         "command": command.name,
-        "moments": moments,
+        "moments": done,
         "seconds": round(spent, 2),
         "answers": dict(answers),
         **wrong,
@@ -230,6 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--moments", type=int, default=200, help="for each command")
+    parser.add_argument("--minutes", type=float, default=60, help="at most, for each command")
     parser.add_argument("--only", default="", help="commands, with commas between; all if none")
     options = parser.parse_args()
     # Forked children would wait for threads that they do not have.
@@ -245,7 +247,7 @@ def main() -> None:
             prepare()
             if command.name == "search":
                 run("build q.safetensors x.npy -o i.faiss")
-            rows.append(stop(command, options.moments))
+            rows.append(stop(command, options.moments, options.minutes))
             os.chdir(home)
         print({name: value for name, value in rows[-1].items() if name != "examples"}, flush=True)
         for what, example in rows[-1]["examples"].items():
