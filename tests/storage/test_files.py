@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_the_old_file(saved):
 
 def test_what_a_killed_process_left_is_swept_and_a_living_one_is_not(saved):
     code = (
-        "import os, signal, sys; from givens import files\n"
+        "import os, signal, sys; from givens.storage import files\n"
         f"with files.replacing({str(saved)!r}) as temporary:\n"
         "    temporary.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -253,27 +253,30 @@ def test_json_and_checksum(tmp_path):
     assert files.checksum(path) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_the_hostile_harness_finds_nothing_in_ours(tmp_path):
-    """`benchmarks/files.py`, a hundredth of it; in full its rows are in results/files.json."""
-    script = Path(__file__).parents[2] / "benchmarks" / "files.py"
-    rows_file = tmp_path / "rows.json"
-    done = subprocess.run(
-        [sys.executable, script, "--quick", "--json", rows_file], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    rows = {(row["part"], row["target"]): row for row in json.loads(rows_file.read_text())["rows"]}
-    ours = {key: row for key, row in rows.items() if key[1].startswith("givens")}
-    assert len(ours) == 6
-    for (part, _), row in ours.items():
-        bad = ["changed", "unclean", "crashed", "hung", "over 1 s", "over memory"]
-        if part == "mutations":
-            assert not any(row[name] for name in bad), row
-        elif part == "kills":
-            assert not row["lost"] + row["left_behind"], row
-        else:
-            assert row["old_file_kept"], row
-            assert not row["left_behind"], row
-            assert "No space left" in row["told"] or "too large" in row["told"], row
-    # The harness can tell: Faiss takes damaged files, and loses files to kills.
-    assert rows["mutations", "faiss.read_index (OPQ+PQ)"]["changed"]
-    assert rows["kills", "faiss.write_index"]["lost"]
+def test_sealed_json_is_read_as_it_was_written(tmp_path):
+    """And no flipped bit of it, nor what has no seal."""
+    path, content = tmp_path / "x.json", {"a": [1, 2.5, None], "ü": {"b": "x"}}
+    files.write_sealed(path, content)
+    assert files.read_sealed(path) == content
+    raw = bytearray(path.read_bytes())
+    for place in range(8 * len(raw)):
+        raw[place // 8] ^= 1 << place % 8
+        path.write_bytes(raw)
+        raw[place // 8] ^= 1 << place % 8
+        with contextlib.suppress(ValueError):
+            assert files.read_sealed(path) == content, place
+    for text in (json.dumps(content), "[1]", "[" * 100_000, ""):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is damaged: its digest does not match, or it has no"):
+            files.read_sealed(path)
+
+
+def test_files_that_belong_together_are_replaced_together(tmp_path):
+    first, second = tmp_path / "a", tmp_path / "no" / "b"
+    first.write_text("old")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        files.write_together({first: b"new", second: b"new"})
+    assert first.read_text() == "old"
+    assert names(tmp_path) == ["a"]
+    files.write_together({first: b"new", tmp_path / "b": b"new too"})
+    assert (first.read_text(), (tmp_path / "b").read_text()) == ("new", "new too")

@@ -124,6 +124,71 @@ def without_rows(path):
     pq.write_table(pa.table({"v": pa.array([], pa.list_(pa.float32()))}), path)
 
 
+def npy_of(shape, descr="<f4", room=4096):
+    """A .npy file whose header says this, with some room behind it."""
+    said = repr({"descr": descr, "fortran_order": False, "shape": ...}).replace("Ellipsis", shape)
+    head = said.encode() + b" " * (117 - len(said)) + b"\n"
+    return raw(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + bytes(room))
+
+
+def rows_of_other_widths(path, dtype, at):
+    """Rows that fit together to the byte, though one says otherwise where no sample looks."""
+    n, rows = 6, 5000
+    table = np.zeros((rows, 4 + n * np.dtype(dtype).itemsize), np.uint8)
+    table[:, :4] = np.full(rows, n, "<i4").view(np.uint8).reshape(rows, 4)
+    table[at, 0] = 7
+    path.write_bytes(table.tobytes())
+
+
+def archive(path):
+    np.savez(path.with_suffix(".npz"), a=FLOATS)
+    path.with_suffix(".npz").rename(path)
+
+
+def empty_table(path):
+    with h5py.File(path, "w") as file:
+        file["x"] = h5py.Empty("f4")
+
+
+def never_written(path):
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (1 << 40, 16), "f4", chunks=(4096, 16))
+
+
+def stored_outside(path):
+    np.zeros((50, 6), np.float32).tofile(path.with_name("outside"))
+    with h5py.File(path, "w") as file:
+        outside = [(str(path.with_name("outside")), 0, 1200)]
+        file.create_dataset("x", (50, 6), "f4", external=outside)
+
+
+def virtual(path):
+    hdf5(path.with_name("other.h5"), x=FLOATS)
+    layout = h5py.VirtualLayout((50, 6), "f4")
+    layout[:] = h5py.VirtualSource(str(path.with_name("other.h5")), "x", (50, 6))
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("x", layout)
+
+
+def linked(link):
+    def write(path):
+        hdf5(path.with_name("other.h5"), train=FLOATS)
+        hdf5(path, other=FLOATS[:3])
+        with h5py.File(path, "a") as file:
+            file["train"] = link
+
+    return write
+
+
+def eighths(path):
+    table = torch.from_numpy(FLOATS).to(torch.float8_e4m3fn)
+    safetensors.torch.save_file({"x": table}, path)
+
+
+def words(path):
+    pq.write_table(pa.table({"v": pa.array([["a", "b"]] * 4)}), path)
+
+
 CSV = "1.0,2.0\n3.0,4.0\n" * 20
 
 
@@ -140,8 +205,30 @@ CSV = "1.0,2.0\n3.0,4.0\n" * 20
         ("x.npy", lambda path: np.save(path, np.zeros((0, 2))), r"of shape \(0, 2\)"),
         ("x.fvecs", text(CSV), "not a whole .fvecs file"),
         ("x.fvecs", cut(WRITERS["x.fvecs"], 699), "not a whole .fvecs file"),
-        ("x.fvecs", raw(struct.pack("<iiiiii", 2, 0, 0, 3, 0, 0)), "row 1 does not say n = 2"),
+        ("x.fvecs", raw(struct.pack("<iiiiii", 2, 0, 0, 3, 0, 0)), "row 1 does not say n = 2 as"),
         ("x.bvecs", raw(struct.pack("<i", -4) + b"ab"), "not a whole .bvecs file"),
+        ("x.npy", npy_of("(-5, 16)"), "not a whole .npy file"),
+        ("x.npy", npy_of("(True, 16)"), "not a whole .npy file"),
+        ("x.npy", npy_of("(1.0, 16)"), "not a whole .npy file"),
+        ("x.npy", npy_of("(4611686018427387904, 16)"), "not a whole .npy file"),
+        ("x.npy", npy_of("(2, 2)", "|O"), "not a whole .npy file"),
+        ("x.npy", npy_of("(2, 2)", "<f3"), "not a whole .npy file"),
+        ("x.npy", npy_of("(2, 2)", "|V0"), "not a whole .npy file"),
+        ("x.npy", npy_of("{}"), "not a whole .npy file"),
+        ("x.npy", npy_of("(5, 16"), "not a whole .npy file"),
+        ("x.npy", npy_of("(2, 2)", "|S4"), r"holds \|S4 of shape"),
+        ("x.npy", archive, "not a whole .npy file"),
+        ("x.fvecs", lambda path: rows_of_other_widths(path, "f4", 4321), "row 4321 does not say"),
+        ("x.bvecs", lambda path: rows_of_other_widths(path, "u1", 1234), "row 1234 does not say"),
+        ("x.ivecs", lambda path: rows_of_other_widths(path, "i4", 2345), "row 2345 does not say"),
+        ("x.hdf5", empty_table, r"of shape \(\)"),
+        ("x.hdf5", never_written, "parts of x were never written"),
+        ("x.hdf5", stored_outside, "must hold the numbers of x itself, not in other files"),
+        ("x.hdf5", virtual, "must hold the numbers of x itself, not in other files"),
+        ("x.hdf5", linked(h5py.ExternalLink("other.h5", "train")), "but train is a link"),
+        ("x.hdf5", linked(h5py.SoftLink("/other")), "but train is a link"),
+        ("x.safetensors", eighths, "bfloat16, but has F8_E4M3"),
+        ("x.parquet", words, "holds object"),
         ("x.hdf5", text(CSV), "not an HDF5 file"),
         ("x.hdf5", cut(WRITERS["x.hdf5"], 900), "not an HDF5 file"),
         ("x.hdf5", hdf5, "no table"),
@@ -157,7 +244,7 @@ def test_wrong_files_are_one_line(tmp_path, name, write, message):
     path = tmp_path / name
     write(path)
     with pytest.raises(ValueError, match=message) as caught:
-        vectors.read(path)[:]
+        vectors.read(path, "train")[:]
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 

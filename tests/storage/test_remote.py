@@ -36,6 +36,7 @@ def test_an_address_reads_as_the_file_does(store):
             assert np.array_equal(found[:], x)
             assert np.array_equal(found[10:345], x[10:345])
             assert np.array_equal(found[rows], x[rows])
+            assert np.array_equal(found[3:90:7], x[3:90:7])
         assert found[5:5].shape == (0, n)
 
 
@@ -66,8 +67,10 @@ def test_a_stamp_tells_of_changes(store):
         ("x.hdf5", "must end in one of .npy"),
         ("cut.npy", "cut.npy is not a whole .npy file"),
         ("cut.fvecs", "cut.fvecs is not a whole .fvecs file"),
+        ("long.fvecs", "row 800 does not say n = 12"),
+        ("negative.npy", "negative.npy is not a whole .npy file"),
         ("cut.parquet", "cut.parquet is not a parquet file"),
-        ("flat.npy", "flat.npy is not a whole .npy file"),
+        ("flat.npy", r"flat.npy must be a table, row by row, but has shape \(5,\)"),
         ("c.parquet", "name one, as in memory://store/c.parquet:vector"),
     ],
 )
@@ -77,5 +80,10 @@ def test_what_is_not_whole_is_refused(store, name, message):
         memory.pipe(f"/store/cut{suffix}", memory.cat(f"/store/{whole}")[:-7])
     with memory.open("/store/flat.npy", "wb") as file:
         np.save(file, np.ones(5))
+    long = bytearray(memory.cat("/store/b.fvecs"))
+    long[800 * 4 * (n + 1)] = 13
+    memory.pipe("/store/long.fvecs", bytes(long))
+    negative = memory.cat("/store/a.npy").replace(b"(1000, 12)", b"(-100, 12)")
+    memory.pipe("/store/negative.npy", negative)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        vectors.read(f"memory://store/{name}")
+        vectors.read(f"memory://store/{name}")[700:]

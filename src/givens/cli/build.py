@@ -13,6 +13,7 @@ from givens.cli import output as out
 from givens.cli.output import Engine
 from givens.quantizer import Quantizer, load
 from givens.storage import vectors
+from givens.storage.formats import npy
 
 
 def build(
@@ -78,7 +79,7 @@ def build(
     )
     if engine == "local" and not shards:
         x = vectors.join([file for source in sources for file in vectors.listed(source)], "train")
-        out.check_output(output, quantizer, *sources, *read)
+        out.check_outputs({"--output": output}, [quantizer, *sources, *read])
         with out.progress("encoding") as bar:
             bar.start(len(x))
             index = to_faiss(q, x, kind=cast(Kind | None, kind), ids=names, progress=bar.advance)
@@ -87,7 +88,7 @@ def build(
     else:
         if kind not in (None, "ivfpq"):
             raise ValueError(f"--engine ray and --shards make an index of kind ivfpq, not {kind}")
-        out.check_output(output, quantizer, *sources, *read, folder=shards)
+        out.check_outputs({"--output": output}, [quantizer, *sources, *read], folders=shards)
         N = _build_shards(q, sources, output, names, (engine, address, workers), about, keep=shards)
     spent, size = time.perf_counter() - began, out.bytes_of(output)
     typer.echo(
@@ -111,9 +112,10 @@ def _build_shards(
     """Shards in a folder, which is the index or is merged into it; the number of vectors."""
     from givens.export import shards
     from givens.export.faiss import checked_ids
+    from givens.export.lists import centroids
 
     # Refused before anything is made.
-    shards.centroids(q)
+    centroids(q)
     engine, address, workers = how
     encode: Any = shards.encode_here
     options: dict[str, Any] = {}
@@ -145,10 +147,8 @@ def _build_shards(
 def read_ids(path: str) -> Any:
     """Integers from a file of shape (N,) or (N, 1)."""
     if path.endswith(".npy") and Path(path).is_file():
-        try:
-            table = np.load(path, allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is not a whole .npy file of integers") from error
+        # Of one axis, as vectors are not.
+        table = np.array(npy(Path(path)))
     else:
         table = vectors.read(path)[:]
     return table[:, 0] if table.ndim == 2 and table.shape[1] == 1 else table

@@ -44,8 +44,8 @@ def demo(
     from givens.retrieval.train import train, warm_up
 
     began = time.perf_counter()
-    out.make_folder(output)
-    files.check_writable(output / "report.html")
+    with out.folder(output):
+        files.check_writable(output / "report.html")
     log = click_log(**LOG)
     config = suited(log, small=True, **{**OPTIONS, "seed": seed})
     typer.echo(log)

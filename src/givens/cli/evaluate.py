@@ -1,5 +1,6 @@
 """`givens evaluate`: how much of the truth an index finds, and how fast."""
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ KS = (1, 10, 100)
 LEAST_SECONDS, MOST_PASSES = 0.2, 10
 # The part of the most recall that is worth waiting for.
 ENOUGH = 0.99
+PICTURE = "recall.png"
 
 
 def evaluate(
@@ -44,6 +46,9 @@ def evaluate(
     """
     from givens.export.faiss import code_size, inverted
 
+    cores = os.cpu_count() or 1
+    if not 0 <= threads <= cores:
+        raise ValueError(f"--threads must be 0, for all, to {cores} on this machine, not {threads}")
     stored = open_index(index, mapped=mapped)
     asked = vectors.read(queries, "test")
     truth = vectors.read(groundtruth, "neighbors")[:]
@@ -69,24 +74,21 @@ def evaluate(
     lists = inverted(stored.index)
     # Before the work: a missing package, or a folder that cannot be written.
     pyplot = None if lists is None else out.pyplot()
-    out.make_folder(output)
-    files.check_writable(output / "rows.json")
-    with out.progress("evaluating") as bar:
-        rows = _sweep(stored.index, lists, asked, truth, ks, threads, bar)
-
-    written = [output / "rows.json"]
-    about = out.record(None, "cpu", index=index, queries=queries, groundtruth=groundtruth)
-    code = code_size(stored.index)
-    whole = out.bytes_of(index) / stored.index.ntotal
-    files.write_json(
-        written[0],
-        {**about, "rows": rows, "bytes_a_vector": {"code": code, "file": whole}},
-    )
-    # Of another index, it would pass for this one's.
-    (output / "recall.png").unlink(missing_ok=True)
-    if pyplot is not None:
-        written.append(output / "recall.png")
-        _plot(pyplot, rows, ks, written[1])
+    written = [output / "rows.json", *([] if pyplot is None else [output / PICTURE])]
+    out.check_folder(output, ("rows.json", PICTURE), (index, queries, groundtruth))
+    with out.folder(output):
+        files.check_writable(written[0])
+        with out.progress("evaluating") as bar:
+            rows = _sweep(stored.index, lists, asked, truth, ks, threads, bar)
+        about = out.record(None, "cpu", index=index, queries=queries, groundtruth=groundtruth)
+        code = code_size(stored.index)
+        whole = out.bytes_of(index) / stored.index.ntotal
+        about |= {"rows": rows, "bytes_a_vector": {"code": code, "file": whole}}
+        picture = [] if pyplot is None else [_plot(pyplot, rows, ks)]
+        files.write_together(dict(zip(written, [files.json_bytes(about), *picture], strict=True)))
+        if pyplot is None:
+            # Of another index, it would pass for this one's.
+            (output / PICTURE).unlink(missing_ok=True)
     for line in _table(rows, ks):
         typer.echo(line)
     coded = "" if code is None else f"{code} of code, "
@@ -171,7 +173,7 @@ def _table(rows: list[dict[str, Any]], ks: list[int]) -> list[str]:
     return lines
 
 
-def _plot(pyplot: Any, rows: list[dict[str, Any]], ks: list[int], path: Path) -> None:
+def _plot(pyplot: Any, rows: list[dict[str, Any]], ks: list[int]) -> bytes:
     figure, axis = pyplot.subplots(figsize=(6.5, 4.2), layout="constrained")
     for k in ks:
         recalls = [row[f"recall@{k}"] for row in rows]
@@ -185,6 +187,6 @@ def _plot(pyplot: Any, rows: list[dict[str, Any]], ks: list[int], path: Path) ->
     axis.set_title(f"nprobe {rows[0]['nprobe']} to {rows[-1]['nprobe']}, {threads}")
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=130, format="png")
+    picture = files.png(figure)
     pyplot.close(figure)
+    return picture

@@ -57,7 +57,8 @@ def fit(
     place = out.check_device(device)
     x = vectors.read(source, "train")
     start = _start(init)
-    out.check_output(output, source)
+    earlier = None if isinstance(start, str) else init
+    out.check_outputs({"--output": output}, [source, earlier])
     chosen = {
         "vectors": source,
         "subspaces": subspaces,
@@ -104,10 +105,10 @@ def fit(
     spent = time.perf_counter() - began
     q.save(output)
     error, norm = _measured(q, x)
-    part.unlink(missing_ok=True)
     about = out.record(seed, device, **chosen)
     results = {"seconds": spent, "distortion": error, "distortion_by_pass": passes}
     out.write_record(output, {**about, **results, "fingerprint": q.fingerprint})
+    part.unlink(missing_ok=True)
     typer.echo(
         f"Fitted {method} to {len(x):,} vectors of {x.shape[1]} in {spent:.1f} s: "
         f"{subspaces} subspaces of {codewords} codewords"

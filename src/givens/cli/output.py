@@ -1,11 +1,12 @@
 """What all subcommands say and leave behind: progress, records, sizes."""
 
 import datetime
+import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ import givens
 from givens.storage import files, vectors
 
 Engine = Literal["local", "ray"]
+# Files of runs and of shards.
+PARTS = (".faiss", ".jsonl", ".lists", ".safetensors")
+NAMED = ("config.json", "manifest.json", "results.json")
 
 
 def command(*words: object) -> str:
@@ -85,29 +89,105 @@ def record(seed: int | None, device: str, **configuration: Any) -> dict[str, Any
 
 def write_record(path: Path, content: dict[str, Any]) -> Path:
     """Write a record beside the file it is about."""
-    beside = path.with_name(path.name + ".json")
-    files.write_json(beside, {**content, "checksum": files.checksum(path)})
-    return beside
+    files.write_json(beside(path), {**content, "checksum": files.checksum(path)})
+    return beside(path)
 
 
-def check_output(path: Path, *sources: str | Path, folder: bool = False) -> None:
-    """Find out before the work whether it can be written, and not over what it is made of."""
-    for source in sources:
-        if vectors.is_remote(source):
+def check_outputs(
+    outputs: Mapping[str, Path | None],
+    sources: Iterable[str | Path | None] = (),
+    *,
+    folders: bool = False,
+) -> None:
+    """Find out before the work whether files can be written, and are not one another or read.
+
+    Two names are one file wherever the system says so: through links, or spelled otherwise. What is
+    written beside an output counts as well, and what lies beside a source or in its folder.
+
+    Args:
+        outputs: by the options that name them; none is skipped.
+        sources: what is read: files, folders, tables of files, addresses.
+        folders: whether outputs that are folders are written into.
+    """
+    read = {_identity(path): path for source in sources if source for path in _read_with(source)}
+    taken: dict[Any, str] = {}
+    for option, path in outputs.items():
+        if path is None:
             continue
-        for read in (Path(source), *(vectors.split(file)[0] for file in vectors.listed(source))):
-            if path.exists() and read.exists() and path.samefile(read):
-                raise ValueError(f"--output must not be {read}, which is read")
-    # A folder is written into, where it is there.
-    files.check_writable(path / "manifest.json" if folder and path.is_dir() else path)
+        for written in (path, beside(path)):
+            if (source := read.get(_identity(written))) is not None:
+                which = option if written == path else f"{written}, written beside {option},"
+                raise ValueError(f"{which} must not be {source}, which is read")
+            other = taken.setdefault(_identity(written), option)
+            if other != option:
+                raise ValueError(
+                    f"{other} and {option} must be two files, but both are {outputs[other]}"
+                )
+    for path in outputs.values():
+        if path is not None:
+            files.check_writable(path / "manifest.json" if folders and path.is_dir() else path)
 
 
-def make_folder(path: Path) -> None:
-    """Make the folder of the results, unless it is there."""
+def check_folder(
+    folder: Path, names: Iterable[str], sources: Iterable[str | Path | None] = ()
+) -> None:
+    """Refuse a folder of results that is read, or where one of these would be a file that is."""
+    read = {_identity(path): path for source in sources if source for path in _read_with(source)}
+    for name in ("", *names):
+        if (source := read.get(_identity(folder / name))) is not None:
+            which = f": its {name} would be {source}," if name else ","
+            raise ValueError(f"--output must not be {folder}{which} which is read")
+
+
+def _identity(path: Path) -> Any:
+    """The same for two names of one file, of one that is not there yet too."""
+    try:
+        about = path.stat()
+    except OSError:
+        return os.path.realpath(path)
+    return about.st_dev, about.st_ino
+
+
+def _read_with(source: str | Path) -> Iterator[Path]:
+    """The files that are read where this is named: it, those in it, and its record."""
+    path = Path(source)
+    if vectors.is_remote(source):
+        scheme, _, rest = str(source).partition("://")
+        if scheme not in ("file", "local"):
+            return
+        path = Path(rest)
+    path = vectors.split(path)[0]
+    yield path
+    if path.is_dir():
+        ours = any((path / name).exists() for name in ("manifest.json", "config.json"))
+        for file in path.iterdir():
+            known = PARTS if ours else vectors.SUFFIXES
+            if file.suffix.lower() in known or file.name in NAMED:
+                yield file
+    elif beside(path).exists():
+        yield beside(path)
+
+
+def beside(path: Path) -> Path:
+    """Where the record of a file is."""
+    return path.with_name(path.name + ".json")
+
+
+@contextmanager
+def folder(path: Path) -> Iterator[None]:
+    """A folder of results, made unless it is there; taken away if an error leaves it empty."""
+    made = [one for one in (path, *path.parents) if not one.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(f"--output must be a folder, but {path} is a file or in one") from error
+    try:
+        yield
+    except BaseException:
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+        raise
 
 
 def size(path: Path) -> str:

@@ -48,8 +48,7 @@ def fig4(
         raise ValueError(f"{rows} holds no rows of fig4")
     place = measured[0]["device"] if measured else out.check_device(device).type
     sizes = _sizes(dims) or ((16, 32) if smoke else fig4.DIMS[place])
-    out.make_folder(output)
-    files.check_writable(output / f"fig4-{place}.png")
+    _prepare(output, (f"fig4-{place}.png", *([] if rows else [f"fig4-{place}.json"])), rows)
     if not measured:
         with out.progress("timing") as bar:
             bar.start(len(sizes) * len(fig4.METHODS))
@@ -113,7 +112,7 @@ def _fig2(part: str, data: Path, output: Path, device: str, iterations: int, smo
     x = fig2.read_base(data, place)
     if smoke:
         x, iterations = x[:5000], min(iterations, 3)
-    out.make_folder(output)
+    _prepare(output, (f"fig2{part}.json", f"fig2{part}.png"), data)
     rows, picture = output / f"fig2{part}.json", output / f"fig2{part}.png"
     with out.progress("runs") as bar:
         # At the most: a method's best rate may be the paper's.
@@ -162,8 +161,9 @@ def fig3(
         raise ValueError("--methods must have frozen among them, which others are compared with")
     log = log_for(data, smoke=smoke)
     configs = _configs(log, (16,), 1 if seeds is None else seeds, smoke, warmup=warmup, steps=steps)
-    out.make_folder(output)
     place = out.check_device(device).type
+    names = (f"joint-{slug(log.name)}.json", f"fig3-{slug(log.name)}.png")
+    _prepare(output, names, data)
     with out.progress("runs") as bar:
         bar.start(len(configs) * (len(chosen) + 1))
         runs = Runs(output / f"joint-{slug(log.name)}.json", place, _teller(bar))
@@ -195,8 +195,9 @@ def table1(
     chosen = _chosen(methods, METHODS)
     count = (2 if smoke else SEEDS) if seeds is None else seeds
     configs = _configs(log, bytes_of_codes, count, smoke, warmup=warmup, steps=steps)
-    out.make_folder(output)
     place = out.check_device(device).type
+    names = (f"joint-{slug(log.name)}.json", f"table1-{slug(log.name)}.md")
+    _prepare(output, names, data)
     with out.progress("runs") as bar:
         bar.start(len(configs) * len(chosen) + count)
         runs = Runs(output / f"joint-{slug(log.name)}.json", place, _teller(bar))
@@ -229,8 +230,8 @@ def when(
     count = (2 if smoke else SEEDS) if seeds is None else seeds
     options = {"dim": dim, "warmup": warmup, "steps": steps}
     options |= {name: value for name, value in SMALL.items() if smoke and not options.get(name)}
-    out.make_folder(output)
     place = out.check_device(device).type
+    _prepare(output, ("when.json", "when.png"))
     with out.progress("runs") as bar:
         bar.start(count * len(made) * (4 * len(when.STARTS) + 1))
         runs = Runs(output / "when.json", place, _teller(bar))
@@ -239,6 +240,14 @@ def when(
     for line in when.plot(pyplot, rows, picture):
         typer.echo(line)
     typer.echo(f"{picture}: look at it; the rows are in {runs.path}, and a rerun goes on from them")
+
+
+def _prepare(output: Path, names: tuple[str, ...], source: Path | None = None) -> None:
+    """Make the folder of the results, if they can be written there and are not what is read."""
+    inside = source.iterdir() if source is not None and source.is_dir() else ()
+    out.check_folder(output, names, [source, *inside])
+    with out.folder(output):
+        files.check_writable(output / names[0])
 
 
 def _configs(

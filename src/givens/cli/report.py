@@ -23,7 +23,7 @@ def report(
     """
     if output.suffix != ".html":
         raise ValueError(f"{output} must end in .html")
-    out.check_output(output)
+    out.check_outputs({"--output": output}, runs)
     from givens.report.findings import findings
     from givens.report.page import report as written
 

@@ -1,5 +1,6 @@
 """`givens search`: the nearest neighbours of queries, by an index and optionally once more."""
 
+import hashlib
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,14 +55,11 @@ def search(
     from givens.export.faiss import from_faiss
 
     for path in (output, scores):
-        if path is not None:
-            if path.suffix != ".npy":
-                raise ValueError(f"{path} must end in .npy")
-            out.check_output(path, index, queries, rerank or index, ids or index)
+        if path is not None and path.suffix != ".npy":
+            raise ValueError(f"{path} must end in .npy")
+    out.check_outputs({"--output": output, "--scores": scores}, [index, queries, rerank, ids])
     if rerank is None and (candidates is not None or ids is not None):
         raise ValueError("--candidates and --ids go with --rerank")
-    if output is not None and output == scores:
-        raise ValueError(f"--output and --scores must be two files, but both are {output}")
     stored = open_index(index, mapped=mapped)
     asked = vectors.read(queries, "test")
     check_queries(stored.index, asked, k)
@@ -90,15 +88,15 @@ def search(
             found[at], values[at] = I, D
             bar.advance(len(part))
 
-    for path, table in ((output, found), (scores, values)):
-        if path is not None:
-            with files.replacing(path) as temporary, temporary.open("wb") as file:
-                np.save(file, table)
+    tables = ((output, found), (scores, values))
+    written = {path: files.npy_bytes(table) for path, table in tables if path is not None}
     if output is not None:
         about = out.record(
             None, "cpu", index=index, queries=queries, k=k, nprobe=nprobe, rerank=rerank
         )
-        out.write_record(output, {**about, "seconds": spent})
+        about |= {"seconds": spent, "checksum": hashlib.sha256(written[output]).hexdigest()}
+        written[out.beside(output)] = files.json_bytes(about)
+    files.write_together(written)
     typer.echo(
         f"Searched {len(asked):,} queries among {stored.index.ntotal:,} vectors in {spent:.2f} s "
         f"({len(asked) / spent:,.0f} a second)"

@@ -14,6 +14,19 @@ from givens.retrieval.data import Log
 from givens.storage import files
 
 METHODS = get_args(Method)
+# Of a run's folder, beside its checkpoint.
+WRITTEN = (
+    "config.json",
+    "index.faiss",
+    "index.faiss.json",
+    "items.txt",
+    "metrics.jsonl",
+    "quantizer.safetensors",
+    "results.json",
+    "start.safetensors",
+    "towers.safetensors",
+    "users.safetensors",
+)
 
 
 def train(
@@ -113,13 +126,15 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
     if not distributed.is_first():
         trained(log, config, output, resume=resume, device=place)
         return
+    inside = data.iterdir() if data is not None and data.is_dir() else ()
+    out.check_folder(output, (*WRITTEN, CHECKPOINT), [data, *inside])
     typer.echo(log)
-    out.make_folder(output)
     # A run that goes on keeps its own record, whose options were the same or are refused below.
     fresh = not (output / CHECKPOINT).exists()
     about = run_record(config, log, device, data)
-    if fresh:
-        files.write_json(output / "config.json", about)
+    with out.folder(output):
+        if fresh:
+            files.write_json(output / "config.json", about)
     with out.progress("warm-up") as bar:
 
         def tell(row: dict[str, Any]) -> None:

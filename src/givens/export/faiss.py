@@ -13,7 +13,6 @@ To a GPU goes what Faiss takes there: `faiss.index_cpu_to_gpu(resources, 0, to_f
 """
 
 import contextlib
-import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -211,8 +210,8 @@ def recording(path: str | Path, record: Mapping[str, Any]) -> Iterator[Path]:
         # A damaged record is no reason to keep it.
         with contextlib.suppress(ValueError):
             previous = _records(path)
-        files.write_json(record_path, {**whole, "previous": previous})
-    files.write_json(record_path, whole)
+        files.write_sealed(record_path, {**whole, "previous": previous})
+    files.write_sealed(record_path, whole)
 
 
 def load_index(path: str | Path, *, mapped: bool = False) -> Stored:
@@ -378,11 +377,12 @@ def _add_to_lists(core: Any, q: Quantizer, source: Source) -> None:
     """Two passes: the first says how long each list will be, the second fills it."""
     device, lists = q.rotation.device, faiss.downcast_InvertedLists(core.invlists)
     counts = np.zeros(core.nlist, np.int64)
-    with tempfile.TemporaryFile() as assigned:
+    with _scratch() as assigned:
         for part, _ in source.slices(0.5):
             numbers = q.assign(q.rotate(part.to(device))).cpu().numpy()
             counts += np.bincount(numbers, minlength=core.nlist)
-            numbers.tofile(assigned)
+            # Not `tofile`, which counts what it could not write and does not say why.
+            assigned.write(numbers.data)
         assigned.seek(0)
         for number, count in enumerate(counts):
             lists.resize(number, int(count))
@@ -394,6 +394,18 @@ def _add_to_lists(core: Any, q: Quantizer, source: Source) -> None:
             numbers = np.fromfile(assigned, np.int64, len(part))
             pointers = map(faiss.swig_ptr, (Y, ids, numbers))
             core.add_core(len(part), *pointers, None)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Any]:
+    """A file without a name, whose errors name the folder that it is in."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            yield file
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, tempfile.gettempdir()) from error
 
 
 def slice_rows(dim: int) -> int:
@@ -459,14 +471,17 @@ def _record_path(path: str | Path) -> Path:
 def _records(path: str | Path) -> list[dict[str, Any]]:
     """The records beside an index: one, or more where a writer was stopped between two renames."""
     beside = _record_path(path)
-    if not beside.is_file():
+    if not beside.exists():
         return []
     try:
-        record = json.loads(beside.read_text("utf-8"))
+        record = files.read_sealed(beside)
         previous = record.pop("previous", [])
         return [record, *(dict(one) for one in previous)]
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{beside} is damaged: it is not the record of an index") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{beside} is damaged, or an earlier version's: it is not the record of an index; "
+            "build the index again, or delete the record to go on without it"
+        ) from error
 
 
 def _line(error: Exception) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from givens.export.shards import Ids, Job, Progress, Shard, encode, ids_of
+from givens.export.lists import Ids
+from givens.export.shards import Job, Progress, Shard, encode, ids_of
 from givens.quantizer import Quantizer
 
 try:
@@ -49,6 +50,9 @@ def encode_on_ray(
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, but got {workers}")
+    cores = os.cpu_count() or 1
+    if address is None and not ray.is_initialized() and (workers or 0) > cores:
+        raise ValueError(f"workers must be at most {cores}, the cores here, but got {workers}")
     with _connected(address, workers):
         at_once = workers or int(ray.cluster_resources().get("CPU", 1))
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(encode)

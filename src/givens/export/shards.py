@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import mmap
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -26,7 +27,6 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from givens.export.faiss import (
     Source,
@@ -37,18 +37,17 @@ from givens.export.faiss import (
     recording,
     slice_rows,
 )
+from givens.export.lists import ID, KIND, Ids, Lists, centroids, total
 from givens.quantizer import Quantizer, load
 from givens.storage import files, vectors
 
-KIND, FORMAT = "lists", 1
+FORMAT = 1
 MANIFEST, LOCK = "manifest.json", "lock"
 # Vectors of a shard, about: what a worker holds the codes of.
 ROWS = 1 << 19
-ID = 8
 # Bytes of shards that are mapped before the system is told to forget them.
 WINDOW = 1 << 26
 
-Ids = npt.NDArray[np.int64]
 Progress = Callable[[float], object]
 
 
@@ -125,13 +124,6 @@ def plan(sources: Sequence[str], dim: int) -> list[Job]:
     return jobs
 
 
-def centroids(q: Quantizer) -> Tensor:
-    """The centres of its lists, without which there is nothing to cut into shards."""
-    if q.coarse is None:
-        raise ValueError("shards are of inverted lists: the quantizer needs coarse centroids")
-    return q.coarse
-
-
 def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -> Shard:
     """Write the shard of a job, unless it is there and whole.
 
@@ -145,7 +137,7 @@ def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -
     }
     key = hashlib.sha256(json.dumps(claim).encode()).hexdigest()[:12]
     path = Path(folder) / f"{job.number:05d}-{key}.lists"
-    if not _is_whole(path, claim):
+    if not _is_whole(path, claim, job.rows):
         names = np.arange(job.first, job.first + job.rows) if ids is None else ids
         source = Source(job.read(), q.dim, None, first=job.first)
         sizes, lists = _lists(q, source, checked_ids(names, job.rows))
@@ -217,7 +209,7 @@ def finish(
         "vectors": sum(shard.vectors for shard in shards),
         "shards": [shard.__dict__ for shard in shards],
     }
-    files.write_json(folder / MANIFEST, manifest)
+    files.write_sealed(folder / MANIFEST, manifest)
     kept = {name, *(shard.name for shard in shards)}
     for path in folder.iterdir():
         if _is_ours(path) and path.name not in kept:
@@ -228,26 +220,26 @@ def load_shards(folder: str | Path) -> Stored:
     """The index in a folder of shards, its lists memory-mapped, and the manifest as its record."""
     folder = Path(folder)
     manifest = _manifest(folder)
-    q = load(folder / manifest["quantizer"])
+    q = load(_inside(folder, manifest["quantizer"]))
     if q.fingerprint != manifest["fingerprint"]:
         raise ValueError(f"{folder} is damaged: {manifest['quantizer']} is not its quantizer")
-    opened = []
-    for entry in manifest["shards"]:
-        path = folder / entry["name"]
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{folder} is not whole: {path.name} is missing; build it again"
-            )
-        if files.checksum(path) != entry["checksum"]:
-            raise ValueError(f"{folder} is damaged: {path.name} is not as {MANIFEST} says")
-        opened.append(_Lists(path))
     index = empty_index(q)
     core = inverted(index)
+    opened: dict[str, Lists] = {}
+    for shard in manifest["shards"]:
+        path = _inside(folder, shard["name"])
+        if files.checksum(path) != shard["checksum"]:
+            raise ValueError(f"{folder} is damaged: {path.name} is not as {MANIFEST} says")
+        lists = Lists(path, q, core.code_size, shard["vectors"])
+        if other := opened.get(lists.job):
+            names = f"{path.name} and {other.path.name}"
+            raise ValueError(f"{folder} is damaged: {names} are of the same vectors")
+        opened[lists.job] = lists
     # Any: the stubs of Faiss know only some of its members.
     pointers: Any = getattr(faiss, "InvertedListsPtrVector")()  # noqa: B009
-    mapped = [lists.mapped(core.code_size) for lists in opened]
-    for lists in mapped:
-        pointers.push_back(lists)
+    mapped = [lists.mapped() for lists in opened.values()]
+    for part in mapped:
+        pointers.push_back(part)
     together = faiss.HStackInvertedLists(len(mapped), pointers.data())
     core.replace_invlists(together, False)
     index.ntotal = core.ntotal = manifest["vectors"]
@@ -268,46 +260,19 @@ def merge(
 
     Memory: the quantizer, a buffer and a window of the shards, however many vectors there are.
     """
-    opened = [_Lists(Path(folder) / shard.name) for shard in shards]
-    sizes = sum((lists.sizes for lists in opened), np.int64(0) * opened[0].sizes)
     index = empty_index(q, table=False)
+    code = inverted(index).code_size
+    opened = [Lists(Path(folder) / shard.name, q, code, shard.vectors) for shard in shards]
+    sizes = sum((lists.sizes for lists in opened), np.int64(0) * opened[0].sizes)
     index.ntotal = inverted(index).ntotal = int(sizes.sum())
     record = {**about, "fingerprint": q.fingerprint, "vectors": index.ntotal}
     began = time.perf_counter()
     with recording(path, record) as temporary:
         with temporary.open("wb", buffering=1 << 20) as file:
             file.write(_head(index, sizes))
-            _copy_lists(opened, sizes, inverted(index).code_size, file, progress)
+            _copy_lists(opened, sizes, code, file, progress)
         _check_merged(temporary, sizes)
         record["seconds"] = {**about.get("seconds", {}), "merge": time.perf_counter() - began}
-
-
-class _Lists:
-    """A shard's lists: for each its codes and then its ids, as in Faiss's own files."""
-
-    def __init__(self, path: Path) -> None:
-        header = files.read_header(path)
-        first, last = (header.tensors[name]["data_offsets"] for name in ("sizes", "lists"))
-        size = path.stat().st_size
-        start = size - last[1]
-        self.path, self.at, self.size = path, start + last[0], size
-        # Mapped: a thousand shards of many lists have many sizes.
-        shape = ((first[1] - first[0]) // 8,)
-        self.sizes: Ids = np.memmap(path, np.int64, "r", start + first[0], shape)
-
-    def mapped(self, code_size: int) -> Any:
-        """The lists for Faiss, read where they are."""
-        lists: Any = faiss.OnDiskInvertedLists()
-        lists.nlist, lists.code_size = len(self.sizes), code_size
-        lists.filename, lists.totsize, lists.read_only = str(self.path), self.size, True
-        ends = self.at + np.cumsum(self.sizes) * (code_size + ID)
-        # Of each list Faiss keeps three numbers: size, capacity and offset.
-        starts = ends - self.sizes * (code_size + ID)
-        table = np.stack([self.sizes, self.sizes, starts], 1).astype(np.uint64)
-        lists.lists.resize(len(table))
-        faiss.memcpy(lists.lists.data(), faiss.swig_ptr(table), table.nbytes)
-        lists.do_mmap()
-        return lists
 
 
 def _lists(q: Quantizer, source: Source, ids: Ids) -> tuple[Ids, npt.NDArray[np.uint8]]:
@@ -355,7 +320,7 @@ def _head(index: Any, sizes: Ids) -> bytes:
 
 
 def _copy_lists(
-    shards: Sequence[_Lists], sizes: Ids, code: int, out: Any, progress: Progress | None
+    shards: Sequence[Lists], sizes: Ids, code: int, out: Any, progress: Progress | None
 ) -> None:
     with contextlib.ExitStack() as stack:
         maps = []
@@ -391,11 +356,13 @@ def _check_merged(path: Path, sizes: Ids) -> None:
         raise ValueError(f"Faiss {faiss.__version__} lays out lists otherwise; build with --shards")
 
 
-def _is_whole(path: Path, claim: Mapping[str, Any]) -> bool:
+def _is_whole(path: Path, claim: Mapping[str, Any], rows: int) -> bool:
     try:
-        return files.load(path, KIND).metadata == claim
+        contents = files.load(path, KIND)
     except (FileNotFoundError, ValueError):
         return False
+    sizes = contents.tensors.get("sizes", torch.empty(0)).numpy()
+    return contents.metadata == claim and sizes.dtype == np.int64 and total(sizes, rows) == rows
 
 
 def _is_ours(path: Path) -> bool:
@@ -403,14 +370,36 @@ def _is_ours(path: Path) -> bool:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-        if manifest["kind"] == KIND and manifest["format"] == FORMAT and manifest["shards"]:
-            return dict(manifest)
-    except FileNotFoundError as error:
+    """The manifest, its parts of the right kinds and its counts those of its shards."""
+    if not (folder / MANIFEST).exists():
         raise ValueError(
             f"{folder} holds no finished index: there is no {MANIFEST}; run `givens build` again"
-        ) from error
+        )
+    # Of an earlier version it has no seal; another run of the build takes its shards as they are.
+    try:
+        manifest = files.read_sealed(folder / MANIFEST)
+        shards = manifest["shards"]
+        names, counts = ([shard[of] for shard in shards] for of in ("name", "vectors"))
+        if (
+            (manifest["kind"], manifest["format"]) == (KIND, FORMAT)
+            and all(isinstance(name, str) for name in (manifest["quantizer"], *names))
+            and all(type(count) is int and count > 0 for count in counts)
+            and (len(set(names)), sum(counts)) == (len(shards) or -1, manifest["vectors"])
+        ):
+            return manifest
     except (ValueError, LookupError, TypeError):
         pass
-    raise ValueError(f"{folder} is damaged: {MANIFEST} is not that of an index")
+    raise ValueError(
+        f"{folder} is damaged: {MANIFEST} is not that of an index; run `givens build` again"
+    )
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file that a manifest names, in its folder and nowhere else."""
+    path = folder / name
+    home = Path(os.path.realpath(folder))
+    if "\0" in name or Path(os.path.realpath(path)).parent != home:
+        raise ValueError(f"{folder} is damaged: {MANIFEST} names {name!r:.80}, outside the folder")
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is not whole: {path.name} is missing; build it again")
+    return path

@@ -248,8 +248,7 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> None:
     axes.set_title(f"One step, ∂L/∂R to the next R\n{where}, torch {rows[0]['torch']}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=9)
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=130, format="png")
+    files.write_together({path: files.png(figure)})
     pyplot.close(figure)
 
 

@@ -76,8 +76,7 @@ def save_picture(pyplot: Any, figure: Any, lines: list[str], path: Path) -> None
     figure.set_figheight(height + below)
     figure.tight_layout(rect=(0, below / (height + below), 1, 1))
     figure.text(0.01, 0.01, "\n".join(lines), fontsize=6.5, va="bottom")
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=130, format="png")
+    files.write_together({path: files.png(figure)})
     pyplot.close(figure)
 
 

@@ -3,8 +3,10 @@
 What is drawn depends on the seed and the step alone, so there is no generator to save.
 """
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,11 @@ def save(run: Run, path: Path) -> None:
 def load(run: Run, path: Path) -> None:
     """Put a fresh run where a saved one stood; one of another configuration or log is refused."""
     contents = files.load(path, KIND)
-    about, tensors = contents.metadata, contents.tensors
+    with _wanting(path):
+        _put(run, path, contents.metadata, contents.tensors)
+
+
+def _put(run: Run, path: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     if other := difference(about["config"], run.config):
         raise ValueError(f"{path} was made with {other}; give the same options or another folder")
     if about["log"] != run.log.fingerprint:
@@ -70,6 +76,18 @@ def load(run: Run, path: Path) -> None:
                 _, _, parameter, name = key.split(".")
                 states.setdefault(int(parameter), {})[name] = value
         optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+
+
+@contextlib.contextmanager
+def _wanting(path: Path) -> Iterator[None]:
+    """Tell of a file that is whole and has not what it should have."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path} does not hold what givens saves there: {reason}") from error
 
 
 def save_towers(run: Run, path: Path) -> None:
@@ -98,5 +116,6 @@ def save_users(users: Tensor, held: Held, path: Path) -> None:
 def load_users(path: Path) -> tuple[Tensor, Held]:
     """What `save_users` wrote; what the users were asked by is not in it."""
     parts = files.load(path, USERS).tensors
-    asked = Asked(torch.empty(len(parts["queries"]), 0, dtype=torch.int64))
-    return parts["queries"], Held(asked, parts["seen"], parts["truth"], parts["sizes"])
+    with _wanting(path):
+        asked = Asked(torch.empty(len(parts["queries"]), 0, dtype=torch.int64))
+        return parts["queries"], Held(asked, parts["seen"], parts["truth"], parts["sizes"])

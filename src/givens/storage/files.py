@@ -7,6 +7,7 @@ as it was saved or not at all. Nothing in a file is ever run.
 
 import contextlib
 import hashlib
+import io
 import json
 import math
 import os
@@ -19,6 +20,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -149,7 +152,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
         _sync_folder(target.parent)
     except OSError as error:
         # The user's path, not the temporary one, and also where the system names none.
-        if error.errno is None:
+        named = Path(str(error.filename or target))
+        ours = named in (target, target.parent) or named.name.startswith(f".{target.name}.")
+        if error.errno is None or not ours:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
@@ -163,7 +168,54 @@ def remove_unfinished() -> None:
 def write_json(path: str | Path, content: Any) -> None:
     """Write JSON for people and programs to read."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        temporary.write_bytes(json_bytes(content))
+
+
+def write_sealed(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Write JSON with a digest of the rest in it, by which damage is found."""
+    write_json(path, {**content, "seal": _seal(content)})
+
+
+def read_sealed(path: str | Path) -> dict[str, Any]:
+    """What `write_sealed` wrote; anything else is a ValueError."""
+    with _opened(path) as file:
+        text = file.read()
+    try:
+        content = json.loads(text)
+        if content.pop("seal") == _seal(content):
+            return dict(content)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    raise _damaged(path, "its digest does not match, or it has none")
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Write files that belong together: none takes its place before all are on the disk."""
+    with contextlib.ExitStack() as stack:
+        for path, content in contents.items():
+            with stack.enter_context(replacing(path)).open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def npy_bytes(table: npt.NDArray[Any]) -> bytes:
+    """An array as a .npy file; numpy does not say why it fails where it writes one itself."""
+    content = io.BytesIO()
+    np.save(content, table, allow_pickle=False)
+    return content.getvalue()
+
+
+def png(figure: Any) -> bytes:
+    """A figure of matplotlib, which does not say why it fails where it writes a file itself."""
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=130, format="png")
+    return picture.getvalue()
+
+
+def json_bytes(content: Any) -> bytes:
+    """JSON for people and programs to read."""
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def check_writable(path: str | Path) -> None:
@@ -264,6 +316,11 @@ def _canonical(value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     # Half a surrogate pair in a damaged header is hashed like anything else.
     return text.encode("utf-8", "surrogatepass")
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    # As JSON has it: tuples are lists there, and names are text.
+    return hashlib.sha256(_canonical(json.loads(json.dumps(content)))).hexdigest()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

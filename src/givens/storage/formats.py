@@ -1,7 +1,11 @@
 """Files of vectors, opened so that rows of them can be read: one class for each format."""
 
+import contextlib
+import math
 import mmap
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,13 @@ MOST_NAMED = 8
 SAMPLE = 1000
 # Rows that are read at once for those wanted among them.
 SLAB = 4096
+# More of them no file of vectors has.
+MOST_AXES = 8
+# What safetensors call their types, and numpy's of what is read.
+NUMBERS = {
+    **{f"{kind}{8 * size}": f"{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)},
+    **{"F16": "f2", "F32": "f4", "F64": "f8", "BF16": "f4"},
+}
 
 
 class File(ABC):
@@ -50,44 +61,81 @@ class Mapped(File):
         return part
 
 
+class Vecs(File):
+    """Rows of a little-endian int32 n, checked as they are read, then n numbers."""
+
+    def __init__(self, path: Path) -> None:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            self.dtype, self.shape = vecs_form(path, file.read(4), size)
+        self.path, self.lead = path, 4 // self.dtype.itemsize
+        count, n = self.shape
+        self.table = np.memmap(path, self.dtype, "r", shape=(count, self.lead + n))
+        # Before the work, where a look finds it.
+        check_dims(path, self.table, np.linspace(0, count - 1, SAMPLE).astype(int), self.shape)
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        check_dims(self.path, self.table, rows, self.shape)
+        part = np.array(self.table[rows][..., self.lead :])
+        drop_pages(self.table)
+        return part
+
+
 class Hdf5(File):
-    """A table of an HDF5 file."""
+    """A table of an HDF5 file, whose numbers are all in that file."""
 
     def __init__(self, path: Path, name: str | None, part: str | None) -> None:
         try:
             import h5py
         except ImportError as error:
             raise ImportError(f"{path} needs h5py: pip install 'givens[formats]'") from error
-        try:
+        self.path = path
+        with _reading(path, "is not an HDF5 file, or has lost its end"):
             file = h5py.File(path, "r")
-        except OSError as error:
-            raise ValueError(f"{path} is not an HDF5 file, or has lost its end") from error
-        known = [key for key, table in file.items() if isinstance(table, h5py.Dataset)]
-        self.table = file[_chosen(path, known, name, part)]
-        self.shape = self.table.shape
-        self.dtype = self.table.dtype
+            # Not followed: a link may lead into any other file.
+            kinds = {key: file.get(key, getlink=True) for key in file}
+            links = [key for key, kind in kinds.items() if not isinstance(kind, h5py.HardLink)]
+            known = [
+                key
+                for key in kinds
+                if key not in links and file.get(key, getclass=True) is h5py.Dataset
+            ]
+        if (name or part) in links or (links and not known):
+            raise ValueError(f"{path} must hold its tables itself, but {links[0]} is a link")
+        chosen = _chosen(path, known, name, part)
+        with _reading(path):
+            self.table = file[chosen]
+            self.dtype, self.shape = self.table.dtype, self.table.shape or ()
+            elsewhere = self.table.is_virtual or self.table.external
+            written = elsewhere or not self.shape or _is_written(self.table)
+        if elsewhere:
+            raise ValueError(f"{path} must hold the numbers of {chosen} itself, not in other files")
+        if not written:
+            raise ValueError(f"{path} is not whole: parts of {chosen} were never written")
 
     def __getitem__(self, rows: Any, /) -> Array:
         if not isinstance(rows, slice):
             return gathered(self, rows)
-        return np.asarray(self.table[rows])
+        with _reading(self.path):
+            return np.asarray(self.table[rows])
 
 
 class Safetensors(File):
     """A tensor of a safetensors file, bfloat16 too."""
 
     def __init__(self, path: Path, name: str | None, part: str | None) -> None:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
-        try:
+        with _reading(path, "is not a safetensors file, or has lost its end"):
             file: Any = safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a safetensors file, or has lost its end") from error
         self.tensor = file.get_slice(_chosen(path, list(file.keys()), name, part))
         self.shape = tuple(self.tensor.get_shape())
-        self.dtype = np.dtype("V1")
-        if len(self.shape) == 2 and self.shape[0]:
-            self.dtype = self[0:1].dtype
+        dtype = self.tensor.get_dtype()
+        if dtype not in NUMBERS:
+            raise ValueError(
+                f"{path} must hold numbers of a type that numpy has, or bfloat16, but has {dtype}"
+            )
+        self.dtype = np.dtype(NUMBERS[dtype])
 
     def __getitem__(self, rows: Any, /) -> Array:
         if not isinstance(rows, slice):
@@ -107,21 +155,22 @@ class Parquet(File):
             import pyarrow.parquet as pq
         except ImportError as error:
             raise ImportError(f"{path} needs pyarrow: pip install 'givens[formats]'") from error
-        try:
-            self.file = pq.ParquetFile(source or path)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{path} is not a parquet file, or has lost its end") from error
-        lists = [
-            field.name
-            for field in self.file.schema_arrow
-            if pa.types.is_list(field.type)
-            or pa.types.is_large_list(field.type)
-            or pa.types.is_fixed_size_list(field.type)
-        ]
+        with _reading(path, "is not a parquet file, or has lost its end"):
+            # Checked where the writer has left checksums.
+            self.file = pq.ParquetFile(source or path, page_checksum_verification=True)
+            lists = [
+                field.name
+                for field in self.file.schema_arrow
+                if pa.types.is_list(field.type)
+                or pa.types.is_large_list(field.type)
+                or pa.types.is_fixed_size_list(field.type)
+            ]
+            groups = self.file.metadata.num_row_groups
+            sizes = [self.file.metadata.row_group(group).num_rows for group in range(groups)]
         self.path, self.column = path, _chosen(path, lists, name, part)
-        groups = self.file.metadata.num_row_groups
-        sizes = [self.file.metadata.row_group(group).num_rows for group in range(groups)]
-        self.ends = np.cumsum(sizes)
+        if min(sizes, default=0) < 0 or sum(sizes) != self.file.metadata.num_rows:
+            raise ValueError(f"{path} is damaged: its groups have not as many rows as it says")
+        self.sizes, self.ends = sizes, np.cumsum(sizes)
         self.held: tuple[int, Array] = (-1, np.empty((0, 0)))
         filled = np.flatnonzero(sizes)
         if not len(filled):
@@ -144,17 +193,20 @@ class Parquet(File):
         if self.held[0] != group:
             import pyarrow.compute as pc
 
-            column = self.file.read_row_group(group, columns=[self.column]).column(0)
-            lengths = pc.min_max(pc.list_value_length(column)).as_py()
-            width = lengths["min"]
+            with _reading(self.path):
+                column = self.file.read_row_group(group, columns=[self.column]).column(0)
+                lengths = pc.min_max(pc.list_value_length(column)).as_py()
+                numbers = column.combine_chunks().flatten()
+                flat = numbers.to_numpy(zero_copy_only=False)
+            width, count = lengths["min"], self.sizes[group]
             known = getattr(self, "shape", (0, width))[1]
             if column.null_count or width != lengths["max"] or width != known:
                 raise ValueError(f"{self.path} must have lists of one length in {self.column!r}")
-            numbers = column.combine_chunks().flatten()
             if numbers.null_count:
                 raise ValueError(f"{self.path} has nulls among the numbers of {self.column!r}")
-            flat = numbers.to_numpy(zero_copy_only=False)
-            self.held = (group, flat.reshape(len(column), width))
+            if len(flat) != count * width:
+                raise ValueError(f"{self.path} is damaged: group {group} has not {count} rows")
+            self.held = (group, flat.reshape(count, width))
         return self.held[1]
 
 
@@ -180,30 +232,49 @@ def gathered(table: File, rows: Array) -> Array:
 
 def npy(path: Path) -> Array:
     """An array that numpy saved, mapped."""
-    try:
-        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is not a whole .npy file of numbers") from error
-    if not isinstance(array, np.memmap):
-        raise ValueError(f"{path} is not a whole .npy file of numbers")
-    return array
-
-
-def vecs(path: Path) -> Array:
-    """Rows of a little-endian int32 n, then n numbers."""
-    dtype = np.dtype({".fvecs": "<f4", ".ivecs": "<i4", ".bvecs": "u1"}[path.suffix.lower()])
-    size = path.stat().st_size
     with path.open("rb") as file:
-        n = int.from_bytes(file.read(4), "little", signed=True)
+        dtype, shape, by_columns = npy_form(path, file, path.stat().st_size)
+        at = file.tell()
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype, "r", at, shape, "F" if by_columns else "C")
+
+
+def npy_form(path: str | Path, file: Any, size: int) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+    """Type, shape and order of the numbers that follow in a .npy file of that size, all there."""
+    with _reading(path, "is not a whole .npy file of numbers"), warnings.catch_warnings():
+        # What numpy says of headers by Python 2, and of damaged ones.
+        warnings.simplefilter("ignore")
+        version = np.lib.format.read_magic(file)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None
+        shape, by_columns, dtype = (header or np.lib.format.read_array_header_2_0)(file)
+    counts = len(shape) <= MOST_AXES and all(type(n) is int and 0 <= n <= size for n in shape)
+    room = math.prod(shape) * dtype.itemsize if counts else size
+    if dtype.hasobject or not dtype.itemsize or file.tell() + room > size:
+        raise ValueError(f"{path} is not a whole .npy file of numbers")
+    return dtype, shape, by_columns
+
+
+def vecs_form(path: str | Path, head: bytes, size: int) -> tuple[np.dtype[Any], tuple[int, int]]:
+    """Type and shape of an .fvecs, .bvecs or .ivecs file of that size, by its first four bytes."""
+    suffix = "." + str(path).lower().rpartition(".")[2]
+    dtype = np.dtype({".fvecs": "<f4", ".ivecs": "<i4", ".bvecs": "u1"}[suffix])
+    n = int.from_bytes(head, "little", signed=True)
     row = 4 + n * dtype.itemsize
     if n < 1 or size % row:
-        raise ValueError(f"{path} is not a whole {path.suffix} file: {size} bytes, n = {n}")
-    lead = 4 // dtype.itemsize
-    table = np.memmap(path, dtype, "r", shape=(size // row, n + lead))
-    for at in np.unique(np.linspace(0, len(table) - 1, SAMPLE).astype(int)):
-        if np.array(table[at, :lead]).view("<i4")[0] != n:
-            raise ValueError(f"{path} is not a {path.suffix} file: row {at} does not say n = {n}")
-    return table[:, lead:]
+        raise ValueError(f"{path} is not a whole {suffix} file: {size} bytes, n = {n}")
+    return dtype, (size // row, n)
+
+
+def check_dims(
+    path: str | Path, table: Array, rows: Any, shape: tuple[int, ...], first: int = 0
+) -> None:
+    """Rows of an .fvecs file must say the n of the first; a table has their n, from row `first`."""
+    lead, n = 4 // table.dtype.itemsize, shape[1]
+    wrong = np.ascontiguousarray(table[rows][..., :lead]).view("<i4")[..., 0] != n
+    if wrong.any():
+        row = first + int(np.atleast_1d(places(rows, len(table)))[np.atleast_1d(wrong)][0])
+        raise ValueError(f"{path} is damaged: row {row} does not say n = {n} as the first does")
 
 
 def drop_pages(x: Any) -> None:
@@ -211,6 +282,26 @@ def drop_pages(x: Any) -> None:
     mapped = getattr(x, "_mmap", None)
     if mapped is not None and hasattr(mmap, "MADV_DONTNEED") and not x.flags.writeable:
         mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _is_written(table: Any) -> bool:
+    """Whether all of an HDF5 table is in the file: of what is not, zeros would be read."""
+    if table.chunks is None:
+        return bool(table.id.get_storage_size() >= table.nbytes)
+    grid = zip(table.shape, table.chunks, strict=True)
+    return bool(table.id.get_num_chunks() == math.prod(-(-n // chunk) for n, chunk in grid))
+
+
+@contextlib.contextmanager
+def _reading(path: str | Path, damage: str = "is damaged") -> Iterator[None]:
+    """Tell of the file and the damage where a library fails in it, which it does in any way."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = f": {' '.join(str(error).split())}" if damage == "is damaged" else ""
+        raise ValueError(f"{path} {damage}{reason}") from error
 
 
 def _chosen(path: str | Path, known: list[str], name: str | None, part: str | None) -> str:

@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from givens.storage.formats import Array, File, Parquet, gathered
+from givens.storage.formats import (
+    Array,
+    File,
+    Parquet,
+    check_dims,
+    gathered,
+    npy_form,
+    places,
+    vecs_form,
+)
 from givens.storage.vectors import SUFFIXES, Vectors
 
 RANGED = (".npy", ".fvecs", ".bvecs", ".ivecs", ".parquet")
@@ -17,21 +26,27 @@ RANGED = (".npy", ".fvecs", ".bvecs", ".ivecs", ".parquet")
 class Ranged(File):
     """Rows of one width in a file, which is asked for the bytes of a slice."""
 
-    def __init__(self, file: Any, dtype: np.dtype[Any], shape: tuple[int, int], at: int) -> None:
+    def __init__(
+        self, plain: str, file: Any, dtype: np.dtype[Any], shape: tuple[int, int], at: int
+    ) -> None:
+        self.plain, self.file, self.dtype, self.at = plain, file, dtype, at
         # Numbers before each row's own, as the n of .fvecs.
-        self.file, self.dtype, self.at = file, dtype, at
         self.lead = 4 // dtype.itemsize if at == 0 else 0
         self.shape = shape
 
     def __getitem__(self, rows: Any, /) -> Array:
-        if not isinstance(rows, slice):
-            return gathered(self, rows)
+        if not isinstance(rows, slice) or rows.step not in (None, 1):
+            return gathered(self, places(rows, len(self)))
         first, stop, _ = rows.indices(len(self))
-        width = self.lead + self.shape[1]
+        count, width = max(stop - first, 0), self.lead + self.shape[1]
         self.file.seek(self.at + first * width * self.dtype.itemsize)
-        count = max(stop - first, 0) * width
-        raw = self.file.read(count * self.dtype.itemsize)
-        return np.frombuffer(raw, self.dtype, count).reshape(-1, width)[:, self.lead :]
+        raw = self.file.read(count * width * self.dtype.itemsize)
+        if len(raw) != count * width * self.dtype.itemsize:
+            raise ValueError(f"{self.plain} has lost its end since it was opened")
+        table = np.frombuffer(raw, self.dtype).reshape(count, width)
+        if self.lead:
+            check_dims(self.plain, table, slice(None), self.shape, first)
+        return table[:, self.lead :]
 
 
 def read(address: str, part: str | None = None) -> Vectors:
@@ -46,10 +61,13 @@ def read(address: str, part: str | None = None) -> Vectors:
     file, size = system.open(path, "rb"), system.size(path)
     if suffix == ".parquet":
         return Parquet(plain, name, part, file)
-    try:
-        return _npy(file, size) if suffix == ".npy" else _vecs(file, size, suffix)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{plain} is not a whole {suffix} file of numbers") from error
+    if suffix != ".npy":
+        return Ranged(plain, file, *vecs_form(plain, file.read(4), size), 0)
+    dtype, shape, by_columns = npy_form(plain, file, size)
+    if by_columns or len(shape) != 2:
+        order = " by columns" * by_columns
+        raise ValueError(f"{plain} must be a table, row by row, but has shape {shape}{order}")
+    return Ranged(plain, file, dtype, (shape[0], shape[1]), file.tell())
 
 
 def listed(address: str) -> list[str]:
@@ -69,25 +87,6 @@ def stamp(address: str) -> str:
     # A store's listing may be cached from before.
     system.invalidate_cache()
     return str(system.ukey(path))
-
-
-def _npy(file: Any, size: int) -> Vectors:
-    version = np.lib.format.read_magic(file)
-    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None
-    shape, columns_first, dtype = (header or np.lib.format.read_array_header_2_0)(file)
-    at = file.tell()
-    if columns_first or len(shape) != 2 or at + dtype.itemsize * shape[0] * shape[1] > size:
-        raise ValueError(f"shape {shape} in {size} bytes")
-    return Ranged(file, dtype, (shape[0], shape[1]), at)
-
-
-def _vecs(file: Any, size: int, suffix: str) -> Vectors:
-    dtype = np.dtype({".fvecs": "<f4", ".ivecs": "<i4", ".bvecs": "u1"}[suffix])
-    n = int.from_bytes(file.read(4), "little", signed=True)
-    row = 4 + n * dtype.itemsize
-    if n < 1 or size % row:
-        raise ValueError(f"{size} bytes, n = {n}")
-    return Ranged(file, dtype, (size // row, n), 0)
 
 
 def _system(address: str) -> tuple[Any, str]:

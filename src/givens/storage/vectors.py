@@ -22,10 +22,10 @@ from givens.storage.formats import (
     Mapped,
     Parquet,
     Safetensors,
+    Vecs,
     drop_pages,
     npy,
     places,
-    vecs,
 )
 
 SUFFIXES = (".npy", ".fvecs", ".bvecs", ".ivecs", ".hdf5", ".h5", ".parquet", ".safetensors")
@@ -75,7 +75,7 @@ def read(path: str | Path, part: str | None = None) -> Vectors:
         case ".npy":
             vectors: Vectors = Mapped(npy(file))
         case ".fvecs" | ".bvecs" | ".ivecs":
-            vectors = Mapped(vecs(file))
+            vectors = Vecs(file)
         case ".parquet":
             vectors = Parquet(file, name, part)
         case ".safetensors":

@@ -1,0 +1,260 @@
+"""Commands that are stopped at any moment: is anything lost, and does a second run end the same?
+
+    python benchmarks/kills.py --json results/kills.json --moments 200
+    python benchmarks/kills.py --moments 3                               a minute
+
+For each of fit, build here and by Ray, train and search: the command begins over the results of
+an earlier one and is stopped by SIGKILL, SIGTERM or SIGINT at a moment drawn from the time that it
+takes. Then each result must be the old one or the new one, and after the same command again (with
+--resume where there is one) the new one, byte for byte, with nothing left beside it. SIGTERM and
+SIGINT must be answered by one line on stderr, or come after the end.
+
+Commands run in children of a process that has imported the package: the moments are of the work,
+not of Python's imports.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+from files import environment
+
+import givens
+import givens.export.faiss
+import givens.export.shards
+import givens.retrieval.train
+from givens.cli import fit as fit_module
+from givens.cli import main as givens_main
+from givens.storage import files
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+TRAIN = "--dim 16 --subspaces 4 --codewords 16 --batch 64 --warmup 20 --steps 20 --every 5"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is run, over what, and which of its files must come out the same."""
+
+    name: str
+    words: str
+    # What stands there before: the command that made it, in the words that differ.
+    old: tuple[str, str] | None
+    results: tuple[str, ...]
+    resume: bool = False
+
+
+COMMANDS = (
+    Command(
+        "fit",
+        "fit x.npy -o q2.safetensors --subspaces 8 --codewords 16 --iterations 10 --seed 1",
+        ("--seed 1", "--seed 2"),
+        ("q2.safetensors",),
+        resume=True,
+    ),
+    Command(
+        "build",
+        "build q.safetensors big.npy -o b.faiss",
+        ("big.npy", "x.npy"),
+        ("b.faiss",),
+    ),
+    Command(
+        "build --engine ray",
+        "build q.safetensors big.npy -o r.faiss --engine ray --workers 1",
+        ("big.npy -o r.faiss --engine ray --workers 1", "x.npy -o r.faiss"),
+        ("r.faiss",),
+    ),
+    Command(
+        "train",
+        f"train -o run --data clicks.txt {TRAIN}",
+        None,
+        ("run/quantizer.safetensors", "run/towers.safetensors", "run/metrics.jsonl"),
+        resume=True,
+    ),
+    Command(
+        "search",
+        "search i.faiss x.npy -k 10 --nprobe 16 -o n.npy --scores s.npy",
+        ("-k 10", "-k 5"),
+        ("n.npy", "s.npy"),
+    ),
+)
+
+
+def prepare() -> None:
+    """Vectors, a quantizer, an index and a click log, in this folder."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((4000, 32)).astype(np.float32)
+    np.save("x.npy", x)
+    np.save("big.npy", np.concatenate([x] * 5))
+    t = torch.from_numpy(x)
+    words = 0.5 * t[:64].reshape(64, 8, 4).transpose(0, 1)
+    givens.Quantizer(torch.eye(32), words, t[100:164]).save("q.safetensors")
+    items = (generator.integers(0, 90, (200, 1)) + generator.integers(0, 12, (200, 20))) % 90
+    lines = [f"{user} {item}\n" for user in range(200) for item in items[user]]
+    Path("clicks.txt").write_text("".join(lines))
+
+
+def started(words: str) -> int:
+    """The command in a child, its words into files."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        for number, name in ((1, "told"), (2, "error")):
+            os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666), number)
+        sys.argv = ["givens", *words.split()]
+        try:
+            givens_main()
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            code = 70
+        sys.stdout.flush()
+        os._exit(code)
+    return child
+
+
+def ended(child: int) -> int:
+    """Its exit status, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run(words: str) -> float:
+    """The whole command; the seconds it took."""
+    began = time.perf_counter()
+    if ended(started(words)) != 0:
+        raise RuntimeError(f"givens {words}: {Path('error').read_text()}")
+    return time.perf_counter() - began
+
+
+def standing(names: tuple[str, ...]) -> dict[str, bytes | None]:
+    """What each result is now."""
+    return {name: Path(name).read_bytes() if Path(name).exists() else None for name in names}
+
+
+def clear(command: Command, old: dict[str, bytes | None], beside: dict[str, bytes]) -> None:
+    """Put everything where it was before the command."""
+    shutil.rmtree("run", ignore_errors=True)
+    for path in Path().iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in beside:
+            path.unlink()
+    for name, content in beside.items():
+        if not Path(name).exists() or Path(name).read_bytes() != content:
+            Path(name).write_bytes(content)
+
+
+def stop(command: Command, moments: int, minutes: float) -> dict[str, Any]:
+    """Stop it so often, and count what is not as promised."""
+    if command.old is not None:
+        run(command.words.replace(*command.old))
+    old = standing(command.results)
+    before = {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+    spent = run(command.words)
+    new = standing(command.results)
+    present = names()
+    wrong: Counter[str] = Counter({"lost": 0, "other end": 0, "left behind": 0, "not one line": 0})
+    answers: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    draw, done, until = random.Random(0), 0, time.monotonic() + 60 * minutes
+    while done < moments and time.monotonic() < until:
+        moment, done = done, done + 1
+        clear(command, old, before)
+        how = SIGNALS[moment % len(SIGNALS)]
+        child = started(command.words)
+        time.sleep(draw.uniform(0, spent))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, how)
+        code = ended(child)
+        answers["ended before" if code == 0 else how.name] += 1
+        now, error = standing(command.results), Path("error").read_text()
+        bad = []
+        if any(now[name] not in (old[name], new[name]) for name in now) and not command.resume:
+            bad.append("lost")
+        if command.name == "fit" and now != old and now != new:
+            bad.append("lost")
+        for index in ("b.faiss", "r.faiss"):
+            if index in now:
+                try:
+                    givens.export.faiss.load_index(index)
+                except (ValueError, OSError) as refusal:
+                    error += str(refusal)
+                    bad.append("lost")
+        if how != signal.SIGKILL and code != 0:
+            said = error.splitlines()
+            if code != 128 + how or len(said) != 1 or "interrupted" not in said[0]:
+                bad.append("not one line")
+        run(command.words + " --resume" * command.resume)
+        if standing(command.results) != new:
+            bad.append("other end")
+        if names() - present:
+            bad.append("left behind")
+            error += f" {sorted(names() - present)}"
+        for what in set(bad):
+            wrong[what] += 1
+            examples.setdefault(what, f"moment {moment}, {how.name}, {code}: {error[-300:]}")
+    return {
+        "part": "stopped commands",
+        "command": command.name,
+        "moments": done,
+        "seconds": round(spent, 2),
+        "answers": dict(answers),
+        **wrong,
+        "examples": examples,
+    }
+
+
+def names() -> set[str]:
+    """All files, but for those whose names say when they were made."""
+    found = {str(path) for path in Path().rglob("*") if path.is_file()}
+    return {name for name in found if "tensorboard" not in name}
+
+
+def main() -> None:
+    """Stop every command and print a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--moments", type=int, default=200, help="for each command")
+    parser.add_argument("--minutes", type=float, default=60, help="at most, for each command")
+    parser.add_argument("--only", default="", help="commands, with commas between; all if none")
+    options = parser.parse_args()
+    # Forked children would wait for threads that they do not have.
+    torch.set_num_threads(1)
+    faiss.omp_set_num_threads(1)
+    # A state is kept often enough to be met.
+    sys.modules[fit_module.__module__].SAVED_EVERY = 0.05
+    about, rows, home = environment(), [], Path.cwd()
+    chosen = [one for one in COMMANDS if not options.only or one.name in options.only.split(",")]
+    for command in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            prepare()
+            if command.name == "search":
+                run("build q.safetensors x.npy -o i.faiss")
+            rows.append(stop(command, options.moments, options.minutes))
+            os.chdir(home)
+        print({name: value for name, value in rows[-1].items() if name != "examples"}, flush=True)
+        for what, example in rows[-1]["examples"].items():
+            print(f"  {what}: {example}", flush=True)
+    if options.json:
+        files.write_json(options.json, {**about, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
