@@ -148,7 +148,8 @@ class Quantizer:
         for part in self._chunks(x):
             Y = self._rotated(part)
             q = self.codewords_of(self.encode_rotated(Y))
-            total += (Y - q).square().sum(dtype=torch.float64)
+            # By column first: a whole sum is cut up among as many threads as there are.
+            total += (Y - q).square().sum(0, dtype=torch.float64).sum()
         return float(total / N)
 
     def assign(self, Y: Float[Tensor, "N n"]) -> Int64[Tensor, " N"]:
