@@ -1,5 +1,6 @@
 """What the pages say is so: their code runs, what they name is there, and they build offline."""
 
+import importlib.util
 import json
 import os
 import re
@@ -137,6 +138,16 @@ def test_links_of_the_readme_lead_somewhere():
     here = [link for link in links if not link.startswith("http")]
     assert here
     assert [link for link in here if not (ROOT / link).exists()] == []
+
+
+def test_the_table_of_bad_input_is_that_of_the_tests():
+    spec = importlib.util.spec_from_file_location("refused", ROOT / "docs" / "refused.py")
+    refused = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(refused)
+    tables = refused.tables()
+    assert len({row for rows in tables.values() for row in rows}) >= 150
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    assert refused.markdown() in page, "python docs/refused.py writes it anew"
 
 
 def test_promises_name_tests_that_are_there():

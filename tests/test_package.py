@@ -9,18 +9,30 @@ import givens
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ["faiss", "lance", "ray", "matplotlib", "triton", "numba", "rustworkx", "typer", "rich"]
-HEAVY += ["h5py", "pyarrow", "fsspec"]
+HEAVY += ["h5py", "pyarrow", "fsspec", "jinja2"]
 
 
 def test_import_is_light():
     """`import givens` brings in nothing heavy that `import torch` has not brought in already."""
     code = (
         "import sys, torch; before = set(sys.modules); import givens;"
+        "[getattr(givens, name) for name in givens.__all__];"
         "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "givens" in run.stdout.split()
     assert not set(run.stdout.split()) & set(HEAVY)
+
+
+def test_names_are_imported_where_they_are_used():
+    """So that a command hears Ctrl-C before torch is there."""
+    code = (
+        "import sys, givens; assert 'torch' not in sys.modules; from givens import *; "
+        "assert all(name in globals() for name in givens.__all__); givens.nothing"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stderr.endswith("AttributeError: module 'givens' has no attribute 'nothing'\n")
+    assert set(givens.__all__) <= set(dir(givens))
 
 
 def test_version_and_types():

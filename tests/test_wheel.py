@@ -48,7 +48,7 @@ def test_it_holds_the_package_and_nothing_else(wheel):
     assert package == {
         path.relative_to(source).as_posix()
         for path in (source / "givens").rglob("*")
-        if path.suffix in (".py", ".css") or path.name == "py.typed"
+        if path.suffix in (".py", ".css", ".html") or path.name == "py.typed"
     }
     assert {name for name in names if not name.startswith(info)} == package
     assert info + "licenses/LICENSE" in names
@@ -66,7 +66,7 @@ def test_it_says_what_it_is(wheel):
     assert about["Description-Content-Type"] == "text/markdown"
     assert about.get_payload().startswith("# givens")
     assert "Typing :: Typed" in about.get_all("Classifier")
-    assert scripts.split() == ["[console_scripts]", "givens", "=", "givens.cli:main"]
+    assert scripts.split() == ["[console_scripts]", "givens", "=", "givens.__main__:main"]
     assert tags["Root-Is-Purelib"] == "true"
 
     needed = about.get_all("Requires-Dist")

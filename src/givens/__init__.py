@@ -1,19 +1,41 @@
 """Learn rotation matrices by Givens coordinate descent, and train embedding indexes end to end."""
 
-from givens import baselines, kernels, pairing
-from givens.fixed.fit import fit
-from givens.layer.layer import IndexLayer
-from givens.optim import GCD
-from givens.pairing import greedy_pairs, random_pairs, steepest_pairs
-from givens.quantizer import Codes, Quantizer, load
-from givens.rotation import (
-    Rotation,
-    orthogonality_error,
-    project,
-    random_rotation,
-    rotate_pairs_,
-    skew_gradient,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from givens import baselines, kernels, pairing
+    from givens.fixed.fit import fit
+    from givens.layer.layer import IndexLayer
+    from givens.optim import GCD
+    from givens.pairing import greedy_pairs, random_pairs, steepest_pairs
+    from givens.quantizer import Codes, Quantizer, load
+    from givens.rotation import (
+        Rotation,
+        orthogonality_error,
+        project,
+        random_rotation,
+        rotate_pairs_,
+        skew_gradient,
+    )
+
+# Imported where they are first used: torch takes seconds, in which a command has to hear Ctrl-C.
+_MODULES = ("baselines", "kernels", "pairing")
+_PLACES = {
+    "fixed.fit": ("fit",),
+    "layer.layer": ("IndexLayer",),
+    "optim": ("GCD",),
+    "pairing": ("greedy_pairs", "random_pairs", "steepest_pairs"),
+    "quantizer": ("Codes", "Quantizer", "load"),
+    "rotation": (
+        "Rotation",
+        "orthogonality_error",
+        "project",
+        "random_rotation",
+        "rotate_pairs_",
+        "skew_gradient",
+    ),
+}
 
 __version__ = "0.1.0"
 
@@ -37,3 +59,18 @@ __all__ = [
     "skew_gradient",
     "steepest_pairs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"givens.{name}")
+    for place, names in _PLACES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"givens.{place}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'givens' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

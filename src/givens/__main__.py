@@ -1,5 +1,24 @@
-"""`python -m givens`."""
+"""The command `givens`, also as `python -m givens`."""
 
-from givens.cli import main
+import os
+import signal
+from types import FrameType
 
-main()
+
+def main() -> None:
+    """Import the command line, which takes seconds, and run it."""
+    # Until it is there nothing is written: it leaves at once, and no import is told as failed.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    from givens.cli import main
+
+    main()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"givens: interrupted before it began; nothing is written\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,8 @@ from jaxtyping import Float, Integer, Num
 from torch import Tensor
 
 from givens import kernels
+from givens.checks import check_seed, check_whole
+from givens.rotation import full_precision
 from givens.storage.vectors import chunks, rows_of
 
 Start = Literal["sampled", "plus-plus"]
@@ -72,12 +74,13 @@ def nearest(
         )
     Y, C = Y.detach().reshape(len(Y), D * w), codebooks.detach().float()
     dtype = torch.uint8 if K <= 256 else torch.int64
-    if 0 < len(Y) <= SLICE // (D * w):
-        return assign(Y.float(), C)[0].to(dtype)
-    codes = torch.empty(len(Y), D, dtype=dtype, device=Y.device)
-    for rows in slices(len(Y), SLICE // (D * w)):
-        codes[rows] = assign(Y[rows].float(), C)[0].to(dtype)
-    return codes
+    with full_precision(Y.device):
+        if 0 < len(Y) <= SLICE // (D * w):
+            return assign(Y.float(), C)[0].to(dtype)
+        codes = torch.empty(len(Y), D, dtype=dtype, device=Y.device)
+        for rows in slices(len(Y), SLICE // (D * w)):
+            codes[rows] = assign(Y[rows].float(), C)[0].to(dtype)
+        return codes
 
 
 @torch.library.custom_op("givens::nearest", mutates_args=())
@@ -123,8 +126,8 @@ def quantize(
 
 def mean_square(errors: Float[Tensor, "N n"]) -> Tensor:
     """The mean squared length of vectors, a scalar."""
-    flat = errors.flatten()
-    return torch.dot(flat, flat) / max(len(errors), 1)
+    # By column first: a whole sum is cut up among as many threads as there are.
+    return errors.square().sum(0).sum() / max(len(errors), 1)
 
 
 def kmeans(
@@ -150,15 +153,19 @@ def kmeans(
         device: where to compute, if X is not a tensor.
     """
     N, D, w = X.shape
-    if not 1 <= codewords <= N:
+    check_whole("codewords", codewords, 1)
+    check_whole("iterations", iterations, 0)
+    seed = check_seed(seed)
+    if codewords > N:
         raise ValueError(
             f"codewords must be in 1..N, but got codewords={codewords} for N={N} vectors"
         )
     device = X.device if isinstance(X, Tensor) else torch.device(device or "cpu")
-    C = started(X, codewords, start, seed, device)
-    for iteration in range(iterations):
-        parts = (part.flatten(1) for part in chunks(X, SLICE // (D * w), device))
-        C = updated(C, pass_over(parts, C), seed + iteration)
+    with full_precision(torch.device(device)):
+        C = started(X, codewords, start, seed, device)
+        for iteration in range(iterations):
+            parts = (part.flatten(1) for part in chunks(X, SLICE // (D * w), device))
+            C = updated(C, pass_over(parts, C), seed + iteration)
     return C
 
 

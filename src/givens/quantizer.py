@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from givens.checks import LONGEST, check_choice, check_lengths, check_table
 from givens.kmeans import nearest
 from givens.rotation import check_orthogonal, determinant, full_precision
 from givens.storage import files
@@ -44,8 +45,9 @@ class Codes:
 class Quantizer:
     """A rotation, codebooks and optional coarse centroids, in float32.
 
-    Vectors may be a tensor, an array or a memory-mapped file of any number type and size: they are
-    read a slice at a time.
+    Vectors may be a tensor, an array or a memory-mapped file of any size and type of real numbers:
+    they are read a slice at a time. None may be longer than 1e14, nor for cosine, beside 0, shorter
+    than 1e-12. All is computed in float32, also under autocast.
     """
 
     def __init__(
@@ -63,9 +65,7 @@ class Quantizer:
             coarse: centroids in the rotated space.
             metric: what the index compares by, and coarse centroids are assigned by.
         """
-        if metric not in get_args(Metric):
-            known = ", ".join(map(repr, get_args(Metric)))
-            raise ValueError(f"metric must be one of {known}, but got {metric!r}")
+        check_choice("metric", metric, get_args(Metric))
         self.rotation = _part("rotation", rotation, 2, rotation.device)
         self.codebooks = _part("codebooks", codebooks, 3, rotation.device)
         self.coarse = None if coarse is None else _part("coarse", coarse, 2, rotation.device)
@@ -96,12 +96,12 @@ class Quantizer:
             digest.update(tensor.cpu().numpy().tobytes())
         return digest.hexdigest()[:32]
 
-    def rotate(self, x: Float[Tensor, "N n"]) -> Float[Tensor, "N n"]:
+    def rotate(self, x: Any) -> Float[Tensor, "N n"]:
         """Y = x R, normalised before where the metric is cosine: what the codebooks are for."""
-        if self.metric == "cosine":
-            x = torch.nn.functional.normalize(x)
-        with full_precision(x.device):
-            return x @ self.rotation
+        check_table("x", x, self.dim)
+        x = torch.as_tensor(x, dtype=self.rotation.dtype, device=self.rotation.device)
+        check_lengths("x", x, self.metric)
+        return self._rotated(x)
 
     def encode(self, x: Any) -> Codes:
         """The codes of vectors (N, n), on the quantizer's device."""
@@ -111,7 +111,7 @@ class Quantizer:
         at = 0
         for part in self._chunks(x):
             rows = slice(at, at := at + len(part))
-            codes = self.encode_rotated(self.rotate(part))
+            codes = self.encode_rotated(self._rotated(part))
             fine[rows] = codes.fine
             if codes.coarse is not None:
                 coarse[rows] = codes.coarse
@@ -132,17 +132,11 @@ class Quantizer:
 
     def codewords_of(self, codes: Codes) -> Float[Tensor, "N n"]:
         """q(y), in the rotated space."""
-        if codes.fine.shape[1] != self.subspaces or (codes.coarse is None) != (self.coarse is None):
-            raise ValueError(
-                f"codes must have {self.subspaces} subspaces and {self._lists()}, but got "
-                f"{codes.fine.shape[1]} and {'no ' if codes.coarse is None else ''}coarse codes"
-            )
+        self._check_codes(codes)
         fine = codes.fine.to(self.codebooks.device, torch.int64)
-        if len(fine) and int(fine.max()) >= self.codewords:
-            raise ValueError(f"codes must be below {self.codewords}, but got {int(fine.max())}")
         Y = self.codebooks[torch.arange(self.subspaces, device=fine.device), fine].flatten(1)
         if self.coarse is not None and codes.coarse is not None:
-            Y = Y + self.coarse[codes.coarse.to(Y.device)]
+            Y = Y + self.coarse[codes.coarse.to(Y.device, torch.int64)]
         return Y
 
     def distortion(self, x: Any) -> float:
@@ -152,9 +146,10 @@ class Quantizer:
             raise ValueError("x must have at least one vector, but got 0")
         total = torch.zeros((), dtype=torch.float64, device=self.rotation.device)
         for part in self._chunks(x):
-            Y = self.rotate(part)
+            Y = self._rotated(part)
             q = self.codewords_of(self.encode_rotated(Y))
-            total += (Y - q).square().sum(dtype=torch.float64)
+            # By column first: a whole sum is cut up among as many threads as there are.
+            total += (Y - q).square().sum(0, dtype=torch.float64).sum()
         return float(total / N)
 
     def assign(self, Y: Float[Tensor, "N n"]) -> Int64[Tensor, " N"]:
@@ -163,7 +158,8 @@ class Quantizer:
             raise ValueError("assign needs coarse centroids, but this quantizer has none")
         if self.metric == "l2":
             return nearest(Y, self.coarse[None])[:, 0].long()
-        return (Y @ self.coarse.mT).argmax(1)
+        with full_precision(Y.device):
+            return (Y @ self.coarse.mT).argmax(1)
 
     def to(self, device: torch.device | str) -> "Quantizer":
         """The same quantizer on another device."""
@@ -188,20 +184,46 @@ class Quantizer:
         tensors = {"rotation": self.rotation, "codebooks": self.codebooks}
         return tensors if self.coarse is None else {**tensors, "coarse": self.coarse}
 
+    def _rotated(self, x: Tensor) -> Tensor:
+        if self.metric == "cosine":
+            x = torch.nn.functional.normalize(x)
+        with full_precision(x.device):
+            return x @ self.rotation
+
+    def _check_codes(self, codes: Any) -> None:
+        if not isinstance(codes, Codes):
+            raise TypeError(f"codes must be Codes, as encode gives, but got {type(codes).__name__}")
+        N, lists = len(codes.fine), 0 if self.coarse is None else len(self.coarse)
+        if codes.fine.shape != (N, self.subspaces) or (codes.coarse is None) != (not lists):
+            raise ValueError(
+                f"codes must have shape (N, {self.subspaces}) and {self._lists()}, but got "
+                f"{tuple(codes.fine.shape)} and {'no ' if codes.coarse is None else ''}coarse codes"
+            )
+        if codes.coarse is not None and codes.coarse.shape != (N,):
+            shape = tuple(codes.coarse.shape)
+            raise ValueError(f"coarse codes must have shape ({N},), but got {shape}")
+        both = (("codes", codes.fine, self.codewords), ("coarse codes", codes.coarse, lists))
+        for name, part, count in both:
+            if part is None:
+                continue
+            if part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
+                raise TypeError(f"{name} must be integers, but got {part.dtype}")
+            if N and not 0 <= int(part.min()) <= int(part.max()) < count:
+                raise ValueError(
+                    f"{name} must be in 0..{count - 1}, "
+                    f"but got {int(part.min())} to {int(part.max())}"
+                )
+
     def _rows(self, x: Any) -> int:
-        if len(x.shape) != 2 or x.shape[1] != self.dim:
-            raise ValueError(f"x must have shape (N, {self.dim}), but got {tuple(x.shape)}")
+        check_table("x", x, self.dim)
         return int(x.shape[0])
 
     def _chunks(self, x: Any) -> Iterator[Tensor]:
-        """Slices of x in float32 on the device, finite."""
+        """Slices of x in float32 on the device, as far as it can compare them."""
         widest = max(self.dim, 0 if self.coarse is None else len(self.coarse))
         at = 0
         for part in chunks(x, BUFFER // widest, self.rotation.device):
-            good = part.isfinite().all(1)
-            if not good.all():
-                row = at + int((~good).nonzero()[0])
-                raise ValueError(f"x must be finite, but row {row} has NaN or infinite values")
+            check_lengths("x", part, self.metric, first=at)
             yield part
             at += len(part)
 
@@ -231,6 +253,12 @@ def _part(name: str, tensor: Tensor, ndim: int, device: torch.device) -> Tensor:
     tensor = tensor.detach().to(device, torch.float32).contiguous()
     if not tensor.isfinite().all():
         raise ValueError(f"{name} must be finite, but has NaN or infinite entries")
+    # As far as vectors of the length that is taken can bring them.
+    if tensor.numel() and tensor.abs().max() > 4 * LONGEST:
+        raise ValueError(
+            f"{name} must be no larger than {4 * LONGEST:g} to be compared in float32, "
+            f"but has {float(tensor.abs().max()):.1e}; scale vectors and {name} down"
+        )
     return tensor
 
 

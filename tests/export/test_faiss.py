@@ -235,7 +235,7 @@ def test_opq_of_determinant_minus_one_is_among_them():
 
 
 def test_files_of_vectors_stream_into_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("givens.export.faiss.BUFFER", 16 * 700)
+    monkeypatch.setattr("givens.export.source.BUFFER", 16 * 700)
     x = (data() * 20 + 100).clamp(0, 255).to(torch.uint8)
     np.save(tmp_path / "x.npy", x.numpy())
     q = make("ivfpq")

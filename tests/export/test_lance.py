@@ -1,3 +1,5 @@
+import ast
+import subprocess
 import sys
 
 import numpy as np
@@ -6,6 +8,7 @@ import torch
 from test_faiss import data, make
 
 from givens.export.faiss import inverted, to_faiss
+from givens.quantizer import Quantizer
 
 lance = pytest.importorskip("lance")
 pa = pytest.importorskip("pyarrow")
@@ -44,7 +47,7 @@ def test_it_finds_what_faiss_finds(tmp_path, metric, K, nprobes):
 
 
 def test_payload_ids_and_plain_lance(tmp_path, monkeypatch):
-    monkeypatch.setattr("givens.export.faiss.BUFFER", 16 * 700)
+    monkeypatch.setattr("givens.export.source.BUFFER", 16 * 700)
     q, x = make("ivfpq"), data()
     uri, ids = str(tmp_path / "items.lance"), np.arange(len(x)) * 3 + 1
     payload = {"title": [f"item {row}" for row in ids], "price": np.linspace(0, 1, len(x))}
@@ -56,11 +59,17 @@ def test_payload_ids_and_plain_lance(tmp_path, monkeypatch):
     assert max(rows["_distance"].to_pylist()[::2]) < 1e-6
     # Nothing of ours is needed to open, filter and search it, once a query is rotated.
     plain = lance.dataset(uri)
-    nearest = {"column": "vector", "q": q.rotate(x[7:8])[0].numpy(), "k": 3, "nprobes": 12}
+    # In a column and with a line that say so.
+    told = plain.schema.metadata
+    assert told[b"givens.fingerprint"].decode() == q.fingerprint
+    line = eval(told[b"givens.query"], {"q": q, "x": x[7]})
+    with pytest.raises(ValueError, match="vector"):
+        plain.to_table(nearest={**line, "column": "vector"})
+    nearest = {**line, "k": 3, "nprobes": 12}
     near = plain.to_table(nearest=nearest, filter="price < 0.5", prefilter=True)
     assert "item 22" in near["title"].to_pylist()
     assert plain.describe_indices()[0].index_type == "IVF_PQ"
-    stored = np.stack(plain.to_table(columns=["vector"])["vector"].to_numpy())
+    stored = np.stack(plain.to_table(columns=["rotated"])["rotated"].to_numpy())
     assert np.array_equal(stored, np.concatenate([q.rotate(p).numpy() for p in x.split(700)]))
     to_lance(q, x[:300], uri, mode="overwrite")
     assert lance.dataset(uri).count_rows() == 300
@@ -71,7 +80,7 @@ def test_payload_ids_and_plain_lance(tmp_path, monkeypatch):
     [
         (("pq",), {}, "needs coarse centroids"),
         (("ivfpq", "ip"), {}, "metric must be 'l2' or 'cosine' for Lance, but got 'ip'"),
-        (("ivfpq",), {"payload": {"vector": range(3000)}}, "must not have a column 'vector'"),
+        (("ivfpq",), {"payload": {"rotated": range(3000)}}, "must not have a column 'rotated'"),
         (("ivfpq",), {"payload": {"title": ["a"]}}, "payload must have 3000 rows"),
         (("ivfpq",), {"ids": [1, 1]}, "ids must be 3000 integers"),
     ],
@@ -80,6 +89,29 @@ def test_what_cannot_be_written_is_refused(tmp_path, quantizer, arguments, messa
     with pytest.raises(ValueError, match=message):
         to_lance(make(*quantizer), data(), str(tmp_path / "items.lance"), **arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_query_by_another_quantizer_is_refused(tmp_path):
+    q, x, uri = make("ivfpq"), data(), str(tmp_path / "items.lance")
+    to_lance(q, x, uri)
+    moved = Quantizer(q.rotation, q.codebooks + 1, q.coarse)
+    with pytest.raises(ValueError, match=f"made with, {q.fingerprint}, but got"):
+        query(uri, moved, x[:1])
+    to_lance(moved, x, uri, mode="overwrite")
+    assert len(query(uri, moved, x[:1], 3)) == 3
+
+
+def test_without_faiss_it_is_written_and_searched(tmp_path):
+    code = (
+        "import sys; sys.modules['faiss'] = None\n"
+        "import torch, givens; from givens.export.lance import query, to_lance\n"
+        "x = torch.randn(600, 8); q = givens.fit(x, 2, 16, 4, iterations=2)\n"
+        "to_lance(q, x, sys.argv[1]); print(query(sys.argv[1], q, x[:2], 3)['id'].to_pylist())"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "items.lance")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(ast.literal_eval(done.stdout)) == 6
 
 
 def test_without_lance_it_says_what_to_install(monkeypatch):

@@ -46,7 +46,7 @@ def cluster():
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Ten shards of a few vectors."""
-    monkeypatch.setattr("givens.export.faiss.BUFFER", n * ROWS)
+    monkeypatch.setattr("givens.export.source.BUFFER", n * ROWS)
     monkeypatch.setattr(shards, "ROWS", ROWS)
 
 
@@ -276,7 +276,7 @@ def ancestors(pid):
 def test_a_killed_driver_and_a_second_run(folder, cluster):
     """Killed in the middle, refused beside another, and finished by the next."""
     code = (
-        "from givens.export import faiss, shards; faiss.BUFFER, shards.ROWS = 16_000, 1_000\n"
+        "from givens.export import shards, source; source.BUFFER, shards.ROWS = 16_000, 1_000\n"
         "from givens.cli import main; main()"
     )
     build = ["build", "q.safetensors", "x", "-o", "two.faiss", "--engine", "ray", "--workers", "1"]
@@ -294,7 +294,7 @@ def test_a_killed_driver_and_a_second_run(folder, cluster):
     assert not (folder / "two.faiss").exists()
     assert driver.returncode == -signal.SIGKILL
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("givens.export.faiss.BUFFER", 16_000)
+        patch.setattr("givens.export.source.BUFFER", 16_000)
         patch.setattr(shards, "ROWS", 1_000)
         kept = {path.name: path.stat().st_mtime_ns for path in parts.glob("*.lists")}
         assert 3 <= len(kept) < 40

@@ -236,15 +236,19 @@ BAD = [
     (broken(float("nan")), {}, "x must be finite, but row 17 has NaN or infinite values"),
     (broken(float("inf")), {"sample": 2999}, "x must be finite, but row 17 has NaN"),
     (data(), {"subspaces": 5}, "dim must be divisible by subspaces, but got dim=16, subspaces=5"),
-    (data(), {"subspaces": 0}, "dim must be divisible by subspaces"),
+    (data(), {"subspaces": 0}, "subspaces must be at least 1, but got subspaces=0"),
     (data()[0], {}, r"x must have shape \(N, n\), but got \(16,\)"),
     (data(), {"codewords": 257}, "codewords must be in 2..256, but got codewords=257"),
     (data(), {"codewords": 1}, "codewords must be in 2..256"),
-    (data(), {"coarse": -1}, "coarse must not be negative"),
+    (data(), {"coarse": -1}, "coarse must be at least 0, but got coarse=-1"),
     (data(), {"method": "gcd"}, "method must be one of 'pq', 'opq', .*, but got 'gcd'"),
     (data(), {"metric": "dot"}, "metric must be one of 'l2', 'ip', 'cosine', but got 'dot'"),
     (data(), {"init": "zero"}, "init must be one of 'auto', .* a rotation or a Quantizer"),
-    (data(), {"init": torch.eye(3)}, r"init must have shape \(16, 16\), but got \(3, 3\)"),
+    (
+        data(),
+        {"init": torch.eye(3)},
+        r"init must be floats of shape \(16, 16\), but got .*\(3, 3\)",
+    ),
     (data(), {"init": 2 * torch.eye(n)}, "init must be orthogonal"),
     (
         data(),
@@ -253,8 +257,8 @@ BAD = [
     ),
     (data(), {"iterations": 0}, "iterations must be at least 1"),
     (data(), {"steps": 0}, "steps must be at least 1"),
-    (data(), {"rate": -1.0}, "rate must be positive"),
-    (data(), {"rate": 1.0, "method": "opq"}, "rate must be positive and goes with"),
+    (data(), {"rate": -1.0}, "rate must be finite, above 0, but got rate=-1.0"),
+    (data(), {"rate": 1.0, "method": "opq"}, "rate goes with cayley, gcd and overlapping methods"),
 ]
 
 

@@ -367,9 +367,9 @@ def sample_with(value):
 
 BAD = [
     (lambda: givens.IndexLayer(100, 8), "dim must be divisible by subspaces, but got dim=100, sub"),
-    (lambda: givens.IndexLayer(8, 0), "dim must be divisible by subspaces"),
+    (lambda: givens.IndexLayer(8, 0), "subspaces must be at least 1, but got subspaces=0"),
     (lambda: givens.IndexLayer(8, 2, 257), "codewords must be in 2..256, but got codewords=257"),
-    (lambda: givens.IndexLayer(8, 2, coarse=-1), "coarse must not be negative"),
+    (lambda: givens.IndexLayer(8, 2, coarse=-1), "coarse must be at least 0, but got coarse=-1"),
     (lambda: givens.IndexLayer(8, 2, metric="dot"), "metric must be one of 'l2', 'ip', 'cosine'"),
     (lambda: givens.IndexLayer(8, 2, update="sgd"), "update must be one of 'gradient', 'ema'"),
     (lambda: givens.IndexLayer(8, 2, decay=1.0), r"decay must be in \[0, 1\), but got decay=1.0"),

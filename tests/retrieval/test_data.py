@@ -292,6 +292,22 @@ def test_attention_is_its_formula():
     assert torch.allclose(pool(history)[0], torch.cat(found), atol=1e-6)
 
 
+# A review with one field of a type that it cannot have.
+REVIEWS = {
+    "list-as-rating": {"overall": [5]},
+    "object-as-rating": {"overall": {"stars": 5}},
+    "bool-as-rating": {"overall": True},
+    "word-as-rating": {"overall": "five"},
+    "huge-rating": {"overall": 10**400},
+    "null-time": {"unixReviewTime": None},
+    "list-as-user": {"reviewerID": ["A"]},
+    "null-item": {"asin": None},
+    "empty-item": {"asin": ""},
+    "lines-as-item": {"asin": "a\nb"},
+    "surrogate-as-item": {"asin": "\ud800"},
+}
+
+
 def bad_files(folder):
     (folder / "few.txt").write_text("1 2\n" * 5)
     (folder / "header.csv").write_text("person,movieId,rating\n1,2,5\n")
@@ -306,6 +322,21 @@ def bad_files(folder):
     (folder / "huge.txt").write_text("1 2 3\n1 100000000000000000000 3 5 6\n")
     (folder / "lines.json").write_text('{"reviewerID": "A"}\n')
     (folder / "text.json").write_text("hello\n")
+    review = {"reviewerID": "A", "asin": "B", "overall": 5, "unixReviewTime": 1}
+    for name, change in REVIEWS.items():
+        (folder / f"{name}.json").write_text(json.dumps({**review, **change}) + "\n")
+    (folder / "deep.json").write_text("[" * 100_000 + "]" * 100_000 + "\n")
+    (folder / "list.json").write_text("[1, 2]\n")
+    (folder / "wide.csv").write_text(f"user,item\n{'a' * 140_000},b\n")
+    (folder / "lines.csv").write_text('user,item\n"a\nb",c\n')
+    (folder / "nan.csv").write_text("userId,movieId,rating,timestamp\n" + "1,2,nan,3\n" * 12)
+    (folder / "inf.dat").write_text("1::2::5::inf\n" * 12)
+    with gzip.open(folder / "damaged.json.gz", "wt") as file:
+        file.write(json.dumps(review) * 200)
+    raw = bytearray((folder / "damaged.json.gz").read_bytes())
+    raw[15:40] = bytes(25)
+    (folder / "damaged.json.gz").write_bytes(raw)
+    (folder / "plain.json.gz").write_text("{}")
     (folder / "log.parquet").write_text("")
     (folder / "empty.txt").write_text("")
     (folder / "low.dat").write_text("".join(f"1::{i}::3::{i}\n" for i in range(20)))
@@ -336,6 +367,15 @@ def bad_files(folder):
         ("huge.txt", "must hold whole numbers alone, but not line 2"),
         ("lines.json", "has no 'asin' in line 1"),
         ("text.json", "is not of JSON lines: line 1"),
+        *((f"{name}.json", "is not of JSON lines: line 1") for name in REVIEWS),
+        ("deep.json", "is not of JSON lines: line 1"),
+        ("list.json", "is not of JSON lines: line 1"),
+        ("wide.csv", "wide.csv is not of rows: field larger than field limit"),
+        ("lines.csv", "must have a user in one line, but has one in several"),
+        ("nan.csv", "must have finite ratings, but row 0 has nan"),
+        ("inf.dat", "must have finite times, but row 0 has inf"),
+        ("damaged.json.gz", "damaged.json.gz is damaged: it cannot be decompressed"),
+        ("plain.json.gz", "plain.json.gz is damaged: it cannot be decompressed"),
         ("log.parquet", "is of no known layout"),
         ("empty.txt", "is empty"),
         ("lonely.txt", "cannot be learned: every item of the 2 held-out users"),
@@ -362,13 +402,18 @@ def test_no_file(tmp_path):
         ({"start": "eigen"}, "start must be one of 'opq'"),
         ({"loss": "bpr"}, "loss must be one of"),
         ({"batch": 0}, "batch must be at least 1, but got batch=0"),
-        ({"lr": -1.0}, "lr must be positive"),
-        ({"lr": math.inf}, "lr must be positive"),
+        ({"lr": -1.0}, "lr must be finite, above 0, but got lr=-1.0"),
+        ({"lr": math.inf}, "lr must be finite, above 0, but got lr=inf"),
+        ({"temperature": math.nan}, "temperature must be finite, above 0"),
         ({"dropout": 1.0}, "dropout must be in"),
-        ({"steps": -1}, "steps must not be negative"),
-        ({"angle": math.nan}, "angle must be finite, but got nan"),
-        ({"weight": math.inf}, "weight must be finite, but got inf"),
-        ({"seed": 1 << 31}, "seed must be below 2³¹"),
+        ({"dropout": math.nan}, "dropout must be finite"),
+        ({"steps": -1}, "steps must be at least 0, but got steps=-1"),
+        ({"negatives": -1}, "negatives must be at least 0"),
+        ({"angle": math.nan}, "angle must be finite, at least 0, but got angle=nan"),
+        ({"weight": math.inf}, "weight must be finite, at least 0, but got weight=inf"),
+        ({"margin": -0.1}, "margin must be finite, at least 0"),
+        ({"seed": 1 << 31}, r"seed must be in 0\.\.2147483647"),
+        ({"warmup": 10**30}, r"warmup must be in 1\.\.2147483647"),
         ({"dim": 16, "subspaces": 5}, "dim must be divisible by subspaces, but got dim=16"),
         ({"codewords": 300}, "codewords must be in 2..256"),
         ({"method": "post-hoc", "codewords": 20}, "codewords must be a power of two for Faiss"),

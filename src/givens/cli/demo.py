@@ -98,7 +98,7 @@ def _show(runs: dict[str, Folder], full: int) -> None:
     ):
         table.add_row(name, "–", f"{100 * (alone.found(by) or 0):.2f} %", size, "–")
     Console().print(table)
-    typer.echo("Distortion after the last step; recall at the best step of the validation users.")
+    typer.echo("Distortion and recall at the step that did best on the validation users.")
 
 
 class _Whole:

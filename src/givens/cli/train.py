@@ -1,6 +1,7 @@
 """`givens train`: towers and index from a click log."""
 
 import dataclasses
+import json
 import time
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -8,6 +9,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from givens import distributed
+from givens.checks import check_number
 from givens.cli import output as out
 from givens.retrieval.config import Config, Method, Start, suited
 from givens.retrieval.data import Log
@@ -130,23 +132,31 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
     out.check_folder(output, (*WRITTEN, CHECKPOINT), [data, *inside])
     typer.echo(log)
     # A run that goes on keeps its own record, whose options were the same or are refused below.
-    fresh = not (output / CHECKPOINT).exists()
-    about = run_record(config, log, device, data)
+    record = output / "config.json"
+    about = {**run_record(config, log, device, data), "seconds": 0.0}
+    if (output / CHECKPOINT).exists() and record.exists():
+        about = _earlier(record)
+    before = about.get("seconds")
+
+    def write_record() -> None:
+        """The seconds of all parts of the run, up to now; none where those of one are not known."""
+        if before is not None:
+            about["seconds"] = before + time.perf_counter() - began
+        files.write_json(record, about)
+
     with out.folder(output):
-        if fresh:
-            files.write_json(output / "config.json", about)
+        write_record()
     with out.progress("warm-up") as bar:
 
         def tell(row: dict[str, Any]) -> None:
+            write_record()
             bar.stand(row["step"], config.total, _note(row))
 
         done = trained(log, config, output, resume=resume, device=place, tell=tell)
     for line in _told(config, done.results):
         typer.echo(line)
+    write_record()
     spent = time.perf_counter() - began
-    # What a run took that was stopped in between, nobody has measured.
-    if fresh:
-        files.write_json(output / "config.json", {**about, "seconds": spent})
     index = output / "index.faiss"
     typer.echo(
         f"Written in {spent:.0f} s: {output}/ (config.json, metrics.jsonl, results.json, "
@@ -155,6 +165,19 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
         f"Next: {out.command('givens', 'report', output, '-o', 'report.html')}, "
         f"{out.command('tensorboard', '--logdir', output)}"
     )
+
+
+def _earlier(path: Path) -> dict[str, Any]:
+    """The record of a run that goes on."""
+    try:
+        about: dict[str, Any] = dict(json.loads(path.read_text("utf-8")))
+        if about.get("seconds") is not None:
+            check_number("seconds", about["seconds"], 0)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged: it is not what `givens train` writes; remove it to go on without"
+        ) from error
+    return about
 
 
 def run_record(config: Config, log: Log, device: str, data: Path | None) -> dict[str, Any]:

@@ -26,7 +26,12 @@ import torch
 from torch import Tensor
 
 import givens
+from givens.checks import check_lengths, check_table
 from givens.export import NPROBE
+from givens.export.source import FAR
+from givens.export.source import Source as Source
+from givens.export.source import checked_ids as checked_ids
+from givens.export.source import slice_rows as slice_rows
 from givens.quantizer import Metric, Quantizer
 from givens.rotation import determinant
 from givens.storage import files
@@ -38,11 +43,6 @@ except ImportError as error:
     raise ImportError("a Faiss index needs faiss: pip install 'givens[faiss]'") from error
 
 Kind = Literal["pq", "ivfpq", "pq-fastscan", "ivfpq-fastscan"]
-
-# Its square times any width is still a float32, and no vector is nearer to it than to a codeword.
-FAR = 1e15
-# Numbers handed to Faiss at once.
-BUFFER = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def to_faiss(
     if ids is not None and q.coarse is None:
         index = faiss.IndexIDMap2(index)
     if vectors is not None:
-        _add(index, _core(index), q, Source(vectors, q.dim, ids, progress))
+        _add(index, _core(index), q, Source(vectors, q.dim, ids, progress, metric=q.metric))
     elif ids is not None:
         raise ValueError("ids must come with vectors, but got no vectors")
     return index
@@ -157,7 +157,9 @@ def fit_opq(
     nbits = (codewords - 1).bit_length()
     if codewords != 1 << nbits:
         raise ValueError(f"codewords must be a power of two for Faiss, but got {codewords}")
-    x = torch.cat(list(chunks(vectors, BUFFER)))
+    check_table("vectors", vectors)
+    x = torch.cat(list(chunks(vectors, slice_rows(vectors.shape[1]))))
+    check_lengths("vectors", x, metric)
     if metric == "cosine":
         x = torch.nn.functional.normalize(x)
     n = x.shape[1]
@@ -302,41 +304,6 @@ def replace_parts(index: Any, q: Quantizer, *, table: bool = True) -> None:
             core.precompute_table()
 
 
-class Source:
-    """The vectors to add, checked, in slices."""
-
-    def __init__(
-        self,
-        vectors: Any,
-        dim: int,
-        ids: npt.ArrayLike | None,
-        progress: Callable[[float], object] | None = None,
-        *,
-        first: int = 0,
-    ) -> None:
-        """Look at shapes and ids; `first` is where the vectors begin among more of them."""
-        if len(vectors.shape) != 2 or vectors.shape[1] != dim:
-            raise ValueError(f"vectors must have shape (N, {dim}), but got {tuple(vectors.shape)}")
-        self.vectors, self.progress, self.first = vectors, progress, first
-        self.ids = None if ids is None else checked_ids(ids, len(vectors))
-
-    def slices(
-        self, weight: float = 1.0, device: torch.device | str = "cpu"
-    ) -> Iterator[tuple[Tensor, npt.NDArray[np.int64] | None]]:
-        """Vectors in float32 and their ids, told of afterwards as this part of the work."""
-        at = 0
-        for part in chunks(self.vectors, slice_rows(self.vectors.shape[1]), device):
-            if not part.isfinite().all():
-                row = self.first + at + int((~part.isfinite().all(1)).nonzero()[0])
-                raise ValueError(
-                    f"vectors must be finite, but row {row} has NaN or infinite values"
-                )
-            rows = slice(at, at := at + len(part))
-            yield part, None if self.ids is None else self.ids[rows]
-            if self.progress is not None:
-                self.progress(weight * len(part))
-
-
 def _add(index: Any, core: Any, q: Quantizer, source: Source) -> None:
     if isinstance(core, faiss.IndexPQ):
         _add_codes(index, core, q, source)
@@ -406,28 +373,6 @@ def _scratch() -> Iterator[Any]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, tempfile.gettempdir()) from error
-
-
-def slice_rows(dim: int) -> int:
-    """Vectors that are encoded at once."""
-    return max(BUFFER // dim, 1)
-
-
-def checked_ids(ids: npt.ArrayLike, N: int) -> npt.NDArray[np.int64]:
-    """Ids as Faiss takes them: N different integers, none negative."""
-    names = np.asarray(ids)
-    if names.shape != (N,) or names.dtype.kind not in "iu":
-        raise ValueError(
-            f"ids must be {N} integers, one for each vector, "
-            f"but got {names.dtype} of shape {names.shape}"
-        )
-    names = names.astype(np.int64)
-    # Faiss answers −1 where it finds nothing.
-    if N and names.min() < 0:
-        raise ValueError(f"ids must not be negative, but got {names.min()}")
-    if len(np.unique(names)) != N:
-        raise ValueError("ids must differ, but some come more than once")
-    return names
 
 
 def _core(index: Any) -> Any:

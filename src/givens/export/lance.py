@@ -1,6 +1,12 @@
 """A Quantizer and its vectors as a Lance dataset with an IVF_PQ index of the same parts.
 
-Lance has no place for a rotation: the dataset holds rotated vectors, and `query` rotates queries.
+Lance has no place for a rotation: the dataset holds rotated vectors, in a column that is called
+so, and `query` rotates queries. Without it a query is rotated in one line, which the dataset's
+schema shows in its metadata, with the fingerprint of the quantizer:
+
+    nearest = {"column": "rotated", "q": q.rotate(x[None])[0].numpy(), "k": 10, "nprobes": 16}
+    table = lance.dataset("items.lance").to_table(nearest=nearest)
+
 Where it is cosine, both are normalised and compared by L2, which orders unit vectors alike. By
 inner product Lance would encode the vectors themselves, not the residuals our codebooks are for.
 """
@@ -12,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from givens.checks import check_lengths, check_table, check_whole
 from givens.export import NPROBE
-from givens.export.faiss import FAR, Source, checked_ids
+from givens.export.source import FAR, Source, checked_ids
 from givens.quantizer import Quantizer
 
 try:
@@ -22,7 +29,10 @@ try:
 except ImportError as error:
     raise ImportError("a Lance dataset needs lance: pip install 'givens[lance]'") from error
 
-VECTOR, ID = "vector", "id"
+ROTATED, ID = "rotated", "id"
+# What the schema says of the quantizer, and of how a query is rotated.
+FINGERPRINT, METRIC, HOW = "givens.fingerprint", "givens.metric", "givens.query"
+ONE_LINE = f'{{"column": "{ROTATED}", "q": q.rotate(x[None])[0].numpy(), "k": 10}}'
 
 
 def to_lance(
@@ -51,20 +61,21 @@ def to_lance(
     N = len(vectors)
     names = np.arange(N) if ids is None else checked_ids(ids, N)
     columns = _columns(payload, N)
-    source = Source(vectors, q.dim, names)
+    source = Source(vectors, q.dim, names, metric=q.metric)
     fields = [
         pa.field(ID, pa.int64()),
-        pa.field(VECTOR, pa.list_(pa.float32(), q.dim)),
+        pa.field(ROTATED, pa.list_(pa.float32(), q.dim)),
         *columns.schema,
     ]
-    schema = pa.schema(fields)
+    about = {FINGERPRINT: q.fingerprint, METRIC: q.metric, HOW: ONE_LINE}
+    schema = pa.schema(fields, metadata=about)
     reader = pa.RecordBatchReader.from_batches(schema, _batches(q, source, columns, schema))
     dataset = lance.write_dataset(reader, uri, mode=mode)
     nbits = 4 if q.codewords <= 16 else 8
     codebooks = np.full((q.subspaces, 1 << nbits, q.dim // q.subspaces), FAR, np.float32)
     codebooks[:, : q.codewords] = q.codebooks.cpu().numpy()
     return dataset.create_index(
-        VECTOR,
+        ROTATED,
         "IVF_PQ",
         metric="L2",
         num_partitions=len(q.coarse),
@@ -96,11 +107,23 @@ def query(
         refine: rank refine·k candidates again by the stored vectors.
         columns: of the payload, beside `query`, `id` and `_distance`.
     """
+    for name, number in (("k", k), ("nprobes", nprobes), ("refine", refine)):
+        if number is not None:
+            check_whole(name, number, 1)
     opened = lance.dataset(dataset) if isinstance(dataset, str) else dataset
-    asked = q.rotate(torch.as_tensor(queries, dtype=torch.float32, device=q.rotation.device))
+    made_with = (opened.schema.metadata or {}).get(FINGERPRINT.encode(), b"").decode()
+    if made_with != q.fingerprint:
+        raise ValueError(
+            f"q must be the quantizer that the dataset was made with, {made_with or 'none'}, "
+            f"but got {q.fingerprint}"
+        )
+    check_table("queries", queries, q.dim)
+    asked = torch.as_tensor(queries, dtype=torch.float32, device=q.rotation.device)
+    check_lengths("queries", asked, q.metric)
+    asked = q.rotate(asked)
     found = []
     for number, one in enumerate(asked.cpu().numpy()):
-        nearest: dict[str, Any] = {"column": VECTOR, "q": one, "k": k, "nprobes": nprobes}
+        nearest: dict[str, Any] = {"column": ROTATED, "q": one, "k": k, "nprobes": nprobes}
         if refine is not None:
             nearest["refine_factor"] = refine
         table = opened.to_table(columns=[ID, *(columns or []), "_distance"], nearest=nearest)
@@ -112,7 +135,7 @@ def query(
 def _columns(payload: pa.Table | Mapping[str, Any] | None, N: int) -> pa.Table:
     columns = payload if isinstance(payload, pa.Table) else pa.table(dict(payload or {}))
     for name in columns.column_names:
-        if name in (ID, VECTOR):
+        if name in (ID, ROTATED):
             raise ValueError(f"payload must not have a column {name!r}, which is the dataset's own")
     if columns.num_columns and columns.num_rows != N:
         raise ValueError(f"payload must have {N} rows, one a vector, but got {columns.num_rows}")

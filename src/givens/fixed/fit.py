@@ -14,11 +14,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from givens.checks import (
+    check_choice,
+    check_number,
+    check_seed,
+    check_sizes,
+    check_table,
+    check_whole,
+)
 from givens.fixed import turns
 from givens.fixed.sample import Sample
 from givens.kmeans import Clusters, kmeans, pass_over, updated
 from givens.quantizer import Metric, Quantizer
-from givens.rotation import check_orthogonal, determinant, random_rotation
+from givens.rotation import check_orthogonal, determinant, full_precision, random_rotation
 from givens.storage import files
 
 Method = Literal["pq"] | turns.Learned
@@ -93,11 +101,12 @@ def fit(
 ) -> Quantizer:
     """Learn a rotation, codebooks and coarse centroids for vectors (N, n).
 
-    The same seed gives the same quantizer. With init="auto" the result is at most as far from the
-    vectors it looked at as that of method="pq".
+    In float32, also under autocast. The same seed gives the same quantizer. With init="auto" the
+    result is at most as far from the vectors it looked at as that of method="pq".
 
     Args:
-        x: a tensor, an array or a memory-mapped file of any number type.
+        x: a tensor, an array or a memory-mapped file of any type of real numbers. No vector may be
+            longer than 1e14, nor the longest shorter than 1e-12; for cosine none but 0 may be.
         subspaces: D, bytes of a code.
         codewords: K of each subspace, 2 to 256.
         coarse: centroids of an inverted file; the codebooks are then of the residuals. 0 for none.
@@ -124,22 +133,28 @@ def fit(
         device: where to work; where x is, unless given.
     """
     _check(x, subspaces, codewords, coarse, sample)
-    _check_choices(method, metric, rate, steps, iterations, seed)
+    _check_choices(method, metric, rate, steps, iterations, tolerance, seed)
+    # Integers of any library, but torch's generators take Python's.
+    subspaces, codewords, coarse, seed = map(int, (subspaces, codewords, coarse, seed))
     _check_init(init, subspaces, codewords, x.shape[1])
+    _check_resume(resume, (x.shape[1], x.shape[1]), (subspaces, codewords, x.shape[1] // subspaces))
     device = torch.device(device or (x.device if isinstance(x, Tensor) else "cpu"))
     data = Sample(x, device)
     if sample is not None:
         data = data.drawn(sample, seed)
-    data.check()
-    if metric == "cosine":
-        data = data.seen(normalise=True)
-    centroids = None
-    if coarse:
-        centroids = _coarse(data, coarse, metric, seed, init)
-        data = data.seen(centroids=centroids)
-    run = Run(data, subspaces, codewords, method, seed, rate, steps, iterations, grow, tolerance)
-    W, C = run.finish(init, callback, resume)
-    return Quantizer(W.mT, C, None if centroids is None else centroids @ W.mT, metric)
+    with full_precision(device):
+        data.check(metric)
+        if metric == "cosine":
+            data = data.seen(normalise=True)
+        centroids = None
+        if coarse:
+            centroids = _coarse(data, coarse, metric, seed, init)
+            data = data.seen(centroids=centroids)
+        run = Run(
+            data, subspaces, codewords, method, seed, rate, steps, iterations, grow, tolerance
+        )
+        W, C = run.finish(init, callback, resume)
+        return Quantizer(W.mT, C, None if centroids is None else centroids @ W.mT, metric)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -347,24 +362,17 @@ def _coarse(
 
 
 def _check(x: Any, subspaces: int, codewords: int, coarse: int, sample: int | None) -> None:
-    if len(x.shape) != 2 or x.shape[1] < 1:
-        raise ValueError(f"x must have shape (N, n), but got {tuple(x.shape)}")
-    N, n = x.shape
-    if subspaces < 1 or n % subspaces:
-        raise ValueError(
-            f"dim must be divisible by subspaces, but got dim={n}, subspaces={subspaces}"
-        )
-    if not 2 <= codewords <= 256:
-        raise ValueError(f"codewords must be in 2..256, but got codewords={codewords}")
-    count = N if sample is None else min(N, sample)
+    check_table("x", x)
+    check_sizes(int(x.shape[1]), subspaces, codewords, coarse)
+    count = int(x.shape[0])
+    if sample is not None:
+        count = min(count, check_whole("sample", sample, 1))
     for name, centroids in (("codewords", codewords), ("coarse", coarse)):
         if centroids > count:
             raise ValueError(
                 f"x must have at least as many vectors as {name}, "
                 f"but got {count} for {name}={centroids}"
             )
-    if coarse < 0:
-        raise ValueError(f"coarse must not be negative, but got coarse={coarse}")
 
 
 def _check_choices(
@@ -373,22 +381,23 @@ def _check_choices(
     rate: float | None,
     steps: int | None,
     iterations: int | None,
+    tolerance: float,
     seed: int,
 ) -> None:
-    for name, value, known in (("method", method, METHODS), ("metric", metric, get_args(Metric))):
-        if value not in known:
-            listed = ", ".join(map(repr, known))
-            raise ValueError(f"{name} must be one of {listed}, but got {value!r}")
-    if rate is not None and (method in ("pq", "opq") or not 0 < rate < float("inf")):
-        raise ValueError(
-            "rate must be positive and goes with cayley, gcd and overlapping methods, "
-            f"but got rate={rate} for method={method!r}"
-        )
+    check_choice("method", method, METHODS)
+    check_choice("metric", metric, get_args(Metric))
+    if rate is not None:
+        check_number("rate", rate, 0, above=True)
+        if method in ("pq", "opq"):
+            raise ValueError(
+                "rate goes with cayley, gcd and overlapping methods, "
+                f"but got rate={rate} for method={method!r}"
+            )
     for name, number in (("steps", steps), ("iterations", iterations)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, but got {name}={number}")
-    if not 0 <= seed < 1 << 62:
-        raise ValueError(f"seed must be in 0..2⁶²−1, but got seed={seed}")
+        if number is not None:
+            check_whole(name, number, 1)
+    check_number("tolerance", tolerance, -1, 1)
+    check_seed(seed)
 
 
 def _check_init(init: Any, subspaces: int, codewords: int, n: int) -> None:
@@ -397,16 +406,28 @@ def _check_init(init: Any, subspaces: int, codewords: int, n: int) -> None:
         if shape != wanted:
             raise ValueError(f"init must have codebooks of shape {wanted}, but got {shape}")
     elif isinstance(init, Tensor):
-        if init.shape != (n, n):
-            raise ValueError(f"init must have shape ({n}, {n}), but got {tuple(init.shape)}")
+        if init.shape != (n, n) or not init.is_floating_point():
+            raise ValueError(
+                f"init must be floats of shape ({n}, {n}), "
+                f"but got {init.dtype} of shape {tuple(init.shape)}"
+            )
         check_orthogonal("init", init)
         if determinant(init) < 0:
             raise ValueError(
                 "init must have determinant +1, but got −1; flip the sign of one column, "
                 "or call givens.project(init) first"
             )
-    elif init not in get_args(Init):
-        listed = ", ".join(map(repr, get_args(Init)))
+    else:
+        check_choice("init", init, get_args(Init), ", a rotation or a Quantizer")
+
+
+def _check_resume(resume: Any, *wanted: tuple[int, ...]) -> None:
+    if resume is None:
+        return
+    if not isinstance(resume, Progress):
+        raise TypeError(f"resume must be a Progress, but got {type(resume).__name__}")
+    shapes = tuple(resume.rotation.shape), tuple(resume.codebooks.shape)
+    if shapes != wanted:
         raise ValueError(
-            f"init must be one of {listed}, a rotation or a Quantizer, but got {init!r}"
+            f"resume must have rotation and codebooks of shapes {wanted}, but got {shapes}"
         )

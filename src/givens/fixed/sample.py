@@ -9,6 +9,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from givens.checks import SHORTEST, check_lengths, check_scale
 from givens.kmeans import SLICE, nearest
 from givens.storage.vectors import as_float, chunks, rows_of
 
@@ -69,16 +70,17 @@ class Sample:
         changed = Sample(self.x, self.device, normalise=normalise, centroids=centroids)
         return changed.drawn(len(self), 0) if self.held else changed
 
-    def check(self) -> None:
-        """Refuse values that no distance can be taken of."""
-        at = 0
+    def check(self, metric: str) -> None:
+        """Refuse values that the metric cannot compare."""
+        at, longest = 0, 0.0
         for part in self.chunks():
-            good = part.isfinite().all(1)
-            if not good.all():
-                row = at + int((~good).nonzero()[0])
-                row = row if self.index is None else int(self.index[row])
-                raise ValueError(f"x must be finite, but row {row} has NaN or infinite values")
+            rows = None if self.index is None else self.index[at : at + len(part)]
+            check_lengths("x", part, metric, first=at, rows=rows)
             at += len(part)
+            if metric != "cosine" and longest < SHORTEST:
+                lengths = torch.linalg.vector_norm(part, dim=1, dtype=torch.float64)
+                longest = max(longest, float(lengths.amax()))
+        check_scale("x", longest)
 
     def _seen(self, part: Tensor) -> Tensor:
         if self.normalise:

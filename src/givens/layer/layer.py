@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from givens import distributed
+from givens.checks import check_choice, check_lengths, check_number, check_seed, check_sizes
 from givens.fixed.fit import Init, Method, fit
 from givens.kmeans import Quantized, nearest, quantize
 from givens.layer.straight_through import StraightThrough, normalised
@@ -104,6 +105,9 @@ class IndexLayer(nn.Module):
         self._check_vectors("x", x)
         with full_precision(x.device):
             v = x.float()
+            if v.device.type == "cpu" and not torch.compiler.is_compiling():
+                # Elsewhere it would have to wait.
+                check_lengths("x", v.detach(), self.metric, holes=True)
             if not self._warm:
                 return self._passed(self._entered(v))
             W = self.rotation.weight
@@ -148,7 +152,7 @@ class IndexLayer(nn.Module):
                     f"sample must have at least as many vectors as {name}, "
                     f"but got {len(sample)} for {name}={count}"
                 )
-        self._check_finite("sample", sample)
+        check_lengths("sample", sample.detach().float(), self.metric)
         how: Any = {"method": method, "metric": self.metric, "init": init, "seed": seed}
         how |= {"iterations": iterations, "sample": None, "device": self.codebooks.device}
         with full_precision(self.codebooks.device):
@@ -231,6 +235,7 @@ class IndexLayer(nn.Module):
         """
         self._check_vectors("sample", sample)
         self._check_warm()
+        seed = check_seed(seed)
         if len(sample) == 0:
             raise ValueError("sample must have at least one vector, but got 0")
         with full_precision(sample.device):
@@ -331,12 +336,6 @@ class IndexLayer(nn.Module):
                 f"but got {x.dtype} of shape {tuple(x.shape)}"
             )
 
-    def _check_finite(self, name: str, x: Tensor) -> None:
-        good = x.isfinite().all(1)
-        if not good.all():
-            row = int((~good).nonzero()[0])
-            raise ValueError(f"{name} must be finite, but row {row} has NaN or infinite values")
-
     def _check_warm(self) -> None:
         if not self._warm:
             raise RuntimeError(
@@ -347,20 +346,8 @@ class IndexLayer(nn.Module):
 def _check(
     dim: int, subspaces: int, codewords: int, coarse: int, metric: str, update: str, decay: float
 ) -> None:
-    if dim < 1 or subspaces < 1 or dim % subspaces:
-        raise ValueError(
-            f"dim must be divisible by subspaces, but got dim={dim}, subspaces={subspaces}"
-        )
-    if not 2 <= codewords <= 256:
-        raise ValueError(f"codewords must be in 2..256, but got codewords={codewords}")
-    if coarse < 0:
-        raise ValueError(f"coarse must not be negative, but got coarse={coarse}")
-    for name, value, known in (
-        ("metric", metric, get_args(Metric)),
-        ("update", update, get_args(Update)),
-    ):
-        if value not in known:
-            listed = ", ".join(map(repr, known))
-            raise ValueError(f"{name} must be one of {listed}, but got {value!r}")
-    if not 0 <= decay < 1:
+    check_sizes(dim, subspaces, codewords, coarse)
+    check_choice("metric", metric, get_args(Metric))
+    check_choice("update", update, get_args(Update))
+    if check_number("decay", decay, 0) >= 1:
         raise ValueError(f"decay must be in [0, 1), but got decay={decay}")

@@ -21,14 +21,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from givens import kernels
+from givens.checks import SHORTEST
 from givens.rotation import full_precision
-
-# A vector shorter than this is divided by it: torch's own, so that all normalise alike.
-SHORTEST = 1e-12
 
 
 def normalised(v: Tensor, *, exact: bool = True) -> tuple[Tensor, Tensor]:
-    """Unit vectors and lengths; `exact` as `torch.nn.functional.normalize`, to the last bit."""
+    """Unit vectors and lengths; `exact` as `torch.nn.functional.normalize`, to the last bit.
+
+    A vector shorter than `SHORTEST` is divided by that, as torch does.
+    """
     if not exact and kernels.on_device(v):
         from givens.kernels.gpu import straight
 

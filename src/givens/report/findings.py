@@ -9,8 +9,8 @@ from givens.report.runs import Folder
 # Options in which two runs may differ and still be compared as two ways to learn R.
 APART = ("method", "exact", "angle", "data", "every")
 BESIDE = {"frozen": "with the rotation frozen", "post-hoc": "with the index built afterwards"}
-# Standard errors that a difference must have to be called one.
-SURE = 2
+# Standard errors on either side of a difference, for an interval that holds it 95 times in 100.
+SURE = 1.96
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,26 @@ def _on_distortion(mine: Folder, frozen: Folder) -> str:
     change = 100 * (here / max(there, 1e-300) - 1)
     way = "lower" if change < 0 else "higher"
     return (
-        f"{mine.label}: after the last step the distortion is {here:.4f}, {abs(change):.1f} % "
+        f"{mine.label}: the index that is kept has distortion {here:.4f}, {abs(change):.1f} % "
         f"{way} than with the rotation frozen ({there:.4f})."
     )
 
 
 def _on_recall(mine: tuple[Folder, Measured], other: tuple[Folder, Measured]) -> str:
-    """The same users in both, so that a difference is told with its own error."""
+    """The same users in both, so that the interval is of their difference."""
     difference = 100 * (mine[1].users - other[1].users)
     change = float(difference.mean())
-    error = float(difference.std()) / math.sqrt(len(difference))
+    error = float(difference.std()) / math.sqrt(len(difference)) if len(difference) > 1 else 0.0
+    low, high = change - SURE * error, change + SURE * error
+    told = f"95 % interval of the difference: {low:+.2f} to {high:+.2f} points"
+    here, there = (f"{100 * (run.recall or 0):.1f} %" for run in (mine[0], other[0]))
+    start = f"{mine[0].label}: {mine[0].metric} of the test users is {here}"
+    if low <= 0 <= high:
+        return f"{start}, not clearly other than the {there} {BESIDE[other[0].method]} ({told})."
     way = "higher" if change > 0 else "lower"
-    sure = "" if abs(change) > SURE * error else "; that is no clear difference"
     return (
-        f"{mine[0].label}: {mine[0].metric} of the test users is "
-        f"{100 * (mine[0].recall or 0):.1f} %, {abs(change):.1f} ± {error:.1f} points {way} than "
-        f"{BESIDE[other[0].method]} ({100 * (other[0].recall or 0):.1f} %){sure}."
+        f"{start}, {abs(change):.1f} points {way} than the {there} {BESIDE[other[0].method]} "
+        f"({told})."
     )
 
 

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from givens.checks import check_lengths, check_table
 from givens.export.faiss import inverted, load_index, to_faiss
-from givens.quantizer import load
+from givens.quantizer import Quantizer, load
 from givens.report.runs import Folder
 from givens.retrieval import checkpoint, evaluate
 from givens.retrieval.batches import Held
@@ -89,8 +90,14 @@ def measured(run: Folder) -> Measured | None:
             )
     index = load_index(run.path / names[0]).index
     q = load(run.path / names[1])
-    weight = checkpoint.load_towers(run.path / names[2])["towers.items.weight"]
-    queries, held = checkpoint.load_users(run.path / names[3])
+    try:
+        weight = checkpoint.load_towers(run.path / names[2])["towers.items.weight"]
+        queries, held = checkpoint.load_users(run.path / names[3])
+        start = _start(run)
+        _check_together(run, index, (q, start), weight, queries, held)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"the files in {run.path} are of no one run: {what}") from error
     items = torch.nn.functional.normalize(weight, dim=1)
     k = min(int(run.metric.removeprefix("recall@")), len(items))
     found = evaluate.search(index, queries, held, k)
@@ -107,7 +114,8 @@ def measured(run: Folder) -> Measured | None:
         fast = to_faiss(q, items, kind="pq-fastscan")
         recall, rate = _recall(fast, queries, held, k), _rate(fast, queries, held, k)
         speeds.insert(1, Speed("FastScan", recall, rate))
-    return Measured(users, held, speeds, counts, turned(run))
+    turn = None if start is None else turned(start, q)
+    return Measured(users, held, speeds, counts, turn)
 
 
 def recalls(found: Int[Tensor, "b k"], held: Held, catalogue: int) -> Float[Tensor, " u"]:
@@ -118,19 +126,58 @@ def recalls(found: Int[Tensor, "b k"], held: Held, catalogue: int) -> Float[Tens
     return hits[asked].sum(1).double() / held.sizes[asked]
 
 
-def turned(run: Folder) -> Turn | None:
-    """How R changed from the index's start to its end, where the run has kept the start."""
-    if not (run.path / "start.safetensors").is_file():
-        return None
-    ends = (load(run.path / f"{name}.safetensors").rotation for name in ("start", "quantizer"))
-    before, after = (R.double() for R in ends)
+def turned(start: Quantizer, end: Quantizer) -> Turn:
+    """How R changed from the index's start to its end."""
+    before, after = start.rotation.double(), end.rotation.double()
     M = before.mT @ after
     # Eigenvalues come in pairs e^{±iθ}, one for each plane.
     angles = torch.linalg.eigvals(M).angle().abs().sort(descending=True).values
-    block = torch.arange(len(M)) // (len(M) // run.options["subspaces"])
+    block = torch.arange(len(M)) // (len(M) // end.subspaces)
     off = (M - M.diagonal().diag()).square()
     between = float(off[block[:, None] != block].sum() / off.sum().clamp_min(1e-300))
     return Turn(M.float(), angles[: 2 * (len(M) // 2) : 2].rad2deg(), between)
+
+
+def _start(run: Folder) -> Quantizer | None:
+    """The index as it started, where the run has kept it."""
+    path = run.path / "start.safetensors"
+    return load(path) if path.is_file() else None
+
+
+def _check_together(
+    run: Folder,
+    index: Any,
+    quantizers: tuple[Quantizer, Quantizer | None],
+    weight: Tensor,
+    queries: Tensor,
+    held: Held,
+) -> None:
+    """Refuse parts of which one does not go with the others."""
+    dim, subspaces = run.options["dim"], run.options["subspaces"]
+    for q in quantizers:
+        if q is not None and (q.dim, q.subspaces) != (dim, subspaces):
+            raise ValueError(f"quantizers must be of {dim} and {subspaces}, but got {q}")
+    for name, part in (("towers.items.weight", weight), ("queries", queries)):
+        check_table(name, part, dim)
+        if part.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, but got {part.dtype}")
+        check_lengths(name, part)
+    m, users = len(weight), len(queries)
+    if (index.d, index.ntotal) != (dim, m):
+        raise ValueError(
+            f"index must hold {m} vectors of {dim}, but got {index.ntotal} of {index.d}"
+        )
+    for name, part, most in (
+        ("seen", held.seen, users * m),
+        ("truth", held.truth, users * m),
+        ("sizes", held.sizes, m + 1),
+    ):
+        if part.ndim != 1 or part.dtype != torch.int64:
+            raise TypeError(f"{name} must be a list of integers, but got {part.dtype}")
+        if len(part) and not 0 <= int(part.min()) <= int(part.max()) < most:
+            raise ValueError(f"{name} must be in 0..{most - 1}")
+    if len(held.sizes) != users or not held.sizes.any():
+        raise ValueError(f"sizes must be of {users} users, some above 0, but got {held.sizes}")
 
 
 def _speeds(index: Any, queries: Tensor, held: Held, k: int) -> Iterator[Speed]:

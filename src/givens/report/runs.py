@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from givens.checks import check_choice, check_number, check_seed, check_sizes, check_whole
 from givens.paper.joint import NAMES
 
 Row = dict[str, Any]
+# What a distortion or a time may be, to be drawn.
+LARGE = 1e30
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +65,10 @@ class Folder:
 
     @property
     def distortion(self) -> float | None:
-        """Of all items after the last step, or of the index that was built afterwards.
-
-        The index that is kept is of the step that did best on the validation users; which one that
-        is would say more of them than of R.
-        """
-        if self.joint:
-            return float(self.joint[-1]["distortion"])
-        return None if self.results is None else float(self.results["distortion"])
+        """Of all items by the index that is kept; by that of the last look, if none is yet."""
+        if self.results is not None:
+            return float(self.results["distortion"])
+        return float(self.joint[-1]["distortion"]) if self.joint else None
 
     def found(self, by: str) -> float | None:
         """recall@100 of the test users by the index, in full precision or by popularity."""
@@ -108,25 +107,77 @@ def _read(path: Path) -> Folder:
         raise FileNotFoundError(
             f"there is no run in {path}, which {found}; make one with `givens train -o {path}`"
         )
-    about = _json(path / "config.json", (path / "config.json").read_text("utf-8"))
-    rows, results = [], None
-    metrics = path / "metrics.jsonl"
-    if metrics.is_file():
-        rows = [_json(metrics, line) for line in metrics.read_text("utf-8").splitlines()]
-    if (path / "results.json").is_file():
-        results = _json(path / "results.json", (path / "results.json").read_text("utf-8"))
-    run = Folder(path, "", about, rows, results)
+    about = _json(path / "config.json")
+    metrics, results = path / "metrics.jsonl", path / "results.json"
+    rows = [_parsed(metrics, line) for line in _text(metrics)] if metrics.is_file() else []
+    told = _json(results) if results.is_file() else None
     try:
-        label = NAMES[run.method]
-        # All that a page is made of, so that what is missing is told before it is looked for.
-        _ = run.bytes, run.standing, run.recall, run.distortion, [row["recall"] for row in rows]
-    except (KeyError, TypeError) as error:
+        label = _checked(about, rows, told)
+        run = Folder(path, label, about, rows, told)
+        for by in ("index", "full", "popularity"):
+            if told is not None:
+                check_number(f"{by} {run.metric}", told[by][run.metric], 0, 1)
+    except KeyError as error:
         raise ValueError(f"{path} does not hold a run that is whole: {error} is missing") from error
-    return Folder(path, label, about, rows, results)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not hold a run that is whole: {error}") from error
+    return run
 
 
-def _json(path: Path, text: str) -> dict[str, Any]:
+def _checked(about: Row, rows: list[Row], results: Row | None) -> str:
+    """Refuse what the page could not show; gives the name of the run's method."""
+    options = _part("configuration", about["configuration"])
+    check_choice("method", options["method"], NAMES)
+    sizes = (options["dim"], options["subspaces"], options["codewords"], options.get("coarse", 0))
+    check_sizes(*sizes)
+    for name in ("warmup", "steps"):
+        check_whole(name, options[name], 0)
+    check_seed(about["seed"])
+    _part("versions", about.get("versions", {}))
+    for name, value, kind in (
+        ("log", about["log"], str),
+        ("command", about.get("command", []), list),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, but got {value!r}")
+    if about.get("seconds") is not None:
+        check_number("seconds", about["seconds"], 0, LARGE)
+    for row in rows:
+        check_whole("step", row["step"], 0)
+        check_choice("phase", row["phase"], ("towers", "joint"))
+        check_number("recall", row["recall"], 0, 1)
+        if row["phase"] == "joint":
+            for name in ("distortion", "orthogonality"):
+                check_number(name, row[name], 0, LARGE)
+    if results is not None:
+        check_number("distortion", results["distortion"], 0, LARGE)
+        for by in ("index", "full", "popularity"):
+            _part(by, results[by])
+        for name in results["index"]:
+            if name.startswith("recall@") and not name[7:].isdecimal():
+                raise ValueError(f"index must have recall@ a number, but got {name!r}")
+    return NAMES[options["method"]]
+
+
+def _part(name: str, value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be an object, but got {value!r}")
+    return value
+
+
+def _text(path: Path) -> list[str]:
     try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError) as error:
+        return path.read_text("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: it is not text in UTF-8") from error
+
+
+def _json(path: Path) -> Row:
+    return _parsed(path, "\n".join(_text(path)))
+
+
+def _parsed(path: Path, text: str) -> Row:
+    try:
+        return _part("it", json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it is not what `givens train` writes") from error

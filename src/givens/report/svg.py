@@ -1,4 +1,7 @@
-"""Pictures as SVG text. Colours are the page's, so that they follow light and dark."""
+"""Pictures as SVG. Colours are the page's, so that they follow light and dark.
+
+What is put into markup by `format` is escaped unless it is markup itself.
+"""
 
 import base64
 import math
@@ -6,10 +9,10 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 import torch
 from jaxtyping import Float
+from markupsafe import Markup
 from torch import Tensor
 
 # Small, so that its letters are still read where a phone shrinks it.
@@ -53,7 +56,7 @@ def chart(
     y: Axis,
     *,
     alt: str,
-) -> str:
+) -> Markup:
     """Lines and points; each point tells its numbers when it is pointed at.
 
     Args:
@@ -65,30 +68,34 @@ def chart(
     xs = [at for one in series for at, _ in one.points]
     ys = [value for one in series for _, value in one.points]
     across, up = Scale(xs, x, LEFT, WIDTH - RIGHT), Scale(ys, y, HEIGHT - BOTTOM, TOP)
+    left, right, below = LEFT, WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(alt)}">',
+        Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(WIDTH, HEIGHT, alt),
         *(
-            f'<path class="grid" d="M{LEFT} {up(value):.1f}H{WIDTH - RIGHT}"/>'
-            f'<text class="tick" x="{LEFT - 7}" y="{up(value) + 4:.1f}" text-anchor="end">'
-            f"{escape(y.write(value))}</text>"
+            Markup(
+                '<path class="grid" d="M{} {:.1f}H{}"/>'
+                '<text class="tick" x="{}" y="{:.1f}" text-anchor="end">{}</text>'
+            ).format(left, up(value), right, left - 7, up(value) + 4, y.write(value))
             for value in up.ticks
         ),
         *(
-            f'<text class="tick" x="{across(value):.1f}" y="{HEIGHT - BOTTOM + 17}" '
-            f'text-anchor="middle">{escape(x.write(value))}</text>'
+            Markup('<text class="tick" x="{:.1f}" y="{}" text-anchor="middle">{}</text>').format(
+                across(value), below + 17, x.write(value)
+            )
             for value in across.ticks
         ),
-        f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>',
-        f'<text class="name" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">'
-        f"{escape(x.name)} →</text>",
-        f'<text class="name" x="0" y="14">↑ {escape(y.name)}</text>',
+        Markup('<path class="axis" d="M{} {}H{}"/>').format(left, below, right),
+        Markup('<text class="name" x="{}" y="{}" text-anchor="end">{} →</text>').format(
+            right, HEIGHT - 6, x.name
+        ),
+        Markup('<text class="name" x="0" y="14">↑ {}</text>').format(y.name),
     ]
     for one in series:
         parts.append(_drawn(one, across, up, x, y))
-    return "".join([*parts, "</svg>"])
+    return Markup("").join([*parts, Markup("</svg>")])
 
 
-def heat_map(M: Float[Tensor, "n n"], most: float, *, alt: str) -> str:
+def heat_map(M: Float[Tensor, "n n"], most: float, *, alt: str) -> Markup:
     """A matrix of entries from 0 to `most`, the more the denser, on a scale of square roots."""
     block = -(-len(M) // PIXELS)
     if block > 1:
@@ -104,7 +111,7 @@ def heat_map(M: Float[Tensor, "n n"], most: float, *, alt: str) -> str:
         for name, data in chunks
     )
     source = base64.b64encode(png).decode()
-    return f'<img class="heat" alt="{escape(alt)}" src="data:image/png;base64,{source}">'
+    return Markup('<img class="heat" alt="{}" src="data:image/png;base64,{}">').format(alt, source)
 
 
 class Scale:
@@ -155,30 +162,29 @@ def log_ticks(low: float, high: float) -> list[float]:
     return ticks if len(ticks) > 1 else round_ticks(low, high, 4)
 
 
-def _drawn(one: Series, across: Scale, up: Scale, x: Axis, y: Axis) -> str:
+def _drawn(one: Series, across: Scale, up: Scale, x: Axis, y: Axis) -> Markup:
     shown = [
         (across(at), up(value), at, value)
         for at, value in one.points
         if across.shows(at) and up.shows(value)
     ]
-    parts = [f'<g class="s{one.colour}">']
+    parts = [Markup('<g class="s{}">').format(one.colour)]
     if one.line and len(shown) > 1:
         path = "L".join(f"{px:.1f} {py:.1f}" for px, py, _, _ in shown)
         style = "line dashed" if one.dashed else "line"
-        parts.append(f'<path class="{style}" d="M{path}"/>')
+        parts.append(Markup('<path class="{}" d="M{}"/>').format(style, path))
     # Many points make a curve; a few are seen.
     radius = 4.5 if not one.line else 2.6 if len(shown) <= 40 else 1.2
-    style = ' class="hollow"' if one.hollow else ""
+    style = Markup(' class="hollow"') if one.hollow else ""
     for number, (px, py, at, value) in enumerate(shown):
         told = f"{one.name}: {x.name} {x.write(at)}, {y.name} {y.write(value)}"
         parts.append(
-            f'<circle{style} cx="{px:.1f}" cy="{py:.1f}" r="{radius}">'
-            f"<title>{escape(told)}</title></circle>"
+            Markup('<circle{} cx="{:.1f}" cy="{:.1f}" r="{}"><title>{}</title></circle>').format(
+                style, px, py, radius, told
+            )
         )
         if one.notes:
-            end = px > WIDTH / 2
-            parts.append(
-                f'<text class="note" x="{px + (-8 if end else 8):.1f}" y="{py - 7:.1f}" '
-                f'text-anchor="{"end" if end else "start"}">{escape(one.notes[number])}</text>'
-            )
-    return "".join([*parts, "</g>"])
+            anchor, beside = ("end", -8) if px > WIDTH / 2 else ("start", 8)
+            note = Markup('<text class="note" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
+            parts.append(note.format(px + beside, py - 7, anchor, one.notes[number]))
+    return Markup("").join([*parts, Markup("</g>")])

@@ -1,11 +1,11 @@
 """What a training run does: everything that decides its outcome, but for the log."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from givens import distributed
+from givens.checks import check_choice, check_number, check_sizes, check_whole
 from givens.retrieval.data import Log
 from givens.retrieval.towers import Pool
 
@@ -87,53 +87,23 @@ class Config:
     def __post_init__(self) -> None:
         """Refuse what cannot be run."""
         for name, kind in (("method", Method), ("start", Start), ("loss", Loss), ("pool", Pool)):
-            if getattr(self, name) not in get_args(kind):
-                known = ", ".join(map(repr, get_args(kind)))
-                raise ValueError(f"{name} must be one of {known}, but got {getattr(self, name)!r}")
-        for name in (
-            "dim",
-            "subspaces",
-            "ahead",
-            "batch",
-            "warmup",
-            "sample",
-            "iterations",
-            "every",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, but got {name}={getattr(self, name)}")
-        for name in (
-            "history",
-            "steps",
-            "seed",
-            "coarse",
-            "negatives",
-            "angle",
-            "weight",
-            "margin",
-        ):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} must not be negative, but got {getattr(self, name)}")
-        for name in ("lr", "joint_lr", "temperature"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive, but got {getattr(self, name)}")
+            check_choice(name, getattr(self, name), get_args(kind))
+        check_sizes(self.dim, self.subspaces, self.codewords, self.coarse)
+        for name in ("ahead", "batch", "warmup", "sample", "iterations", "every"):
+            check_whole(name, getattr(self, name), 1)
+        for name in ("history", "steps", "seed"):
+            check_whole(name, getattr(self, name), 0)
+        if self.negatives is not None:
+            check_whole("negatives", self.negatives, 0)
         for name in ("angle", "weight", "margin"):
-            if not math.isfinite(getattr(self, name) or 0):
-                raise ValueError(f"{name} must be finite, but got {getattr(self, name)}")
-        if self.seed >= 1 << 31:
-            raise ValueError(f"seed must be below 2³¹, but got seed={self.seed}")
-        if self.dim % self.subspaces:
-            raise ValueError(
-                f"dim must be divisible by subspaces, but got dim={self.dim}, "
-                f"subspaces={self.subspaces}"
-            )
-        if not 2 <= self.codewords <= 256:
-            raise ValueError(f"codewords must be in 2..256, but got codewords={self.codewords}")
+            check_number(name, getattr(self, name), 0)
+        for name in ("lr", "joint_lr", "temperature"):
+            check_number(name, getattr(self, name), 0, above=True)
         if self.method == "post-hoc" and self.codewords & (self.codewords - 1):
             raise ValueError(
                 f"codewords must be a power of two for Faiss, but got codewords={self.codewords}"
             )
-        if not 0 <= self.dropout < 1:
+        if check_number("dropout", self.dropout, 0) >= 1:
             raise ValueError(f"dropout must be in [0, 1), but got {self.dropout}")
 
     @property

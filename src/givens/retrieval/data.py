@@ -13,6 +13,8 @@ import numpy as np
 from jaxtyping import Float, Int, Num, Shaped
 from numpy.typing import NDArray
 
+from givens.checks import check_number, check_seed, check_whole
+
 LEAST_RATING, LEAST_CLICKS = 4, 10
 # Of each kind; a fifth of the users where there are few.
 HELD_OUT = 1000
@@ -189,9 +191,11 @@ def click_log(
             ring; 0 for none.
         seed: of everything.
     """
-    for name, number, least in (("users", users, 10), ("items", items, 2)):
-        if number < least:
-            raise ValueError(f"{name} must be at least {least}, but got {name}={number}")
+    for name, number, least in (("users", users, 10), ("items", items, 2), ("clicks", clicks, 1)):
+        check_whole(name, number, least)
+    check_whole("words", words, 0)
+    check_number("drift", drift, 0)
+    check_seed(seed)
     if clicks < LEAST_CLICKS * users:
         raise ValueError(
             f"clicks must be at least {LEAST_CLICKS} for each user, "

@@ -15,6 +15,7 @@ import csv
 import gzip
 import json
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +23,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from givens.checks import check_seed, check_whole
 from givens.retrieval.data import HELD_OUT, Log, split
 
 REVIEW = ("reviewerID", "asin", "overall", "unixReviewTime")
@@ -46,12 +48,18 @@ Table = list[NDArray[Any] | None]
 
 def read(path: str | Path, *, held_out: int = HELD_OUT, seed: int = 0) -> Log:
     """The log in a folder or file, its layout found out by the names in it."""
+    check_whole("held_out", held_out, 1)
+    check_seed(seed)
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no log {path}")
     user, item, rating, time = _table(path)
     if user is None or item is None:
         raise ValueError(f"{path} has no rows")
+    for what, values in (("rating", rating), ("time", time)):
+        if values is not None and not np.isfinite(values).all():
+            row = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise ValueError(f"{path} must have finite {what}s, but row {row} has {values[row]}")
     return split(user, item, rating, time, name=path.name, held_out=held_out, seed=seed)
 
 
@@ -154,7 +162,10 @@ def _names(path: Path, between: str | None, skip: int, at: list[int | None]) -> 
     with _text(path) as file:
         lines = (line for line in file if line.strip())
         split_up = csv.reader(lines, delimiter=between) if between else map(str.split, lines)
-        rows = [*split_up][skip:]
+        try:
+            rows = [*split_up][skip:]
+        except csv.Error as error:
+            raise ValueError(f"{path} is not of rows: {error}") from error
     width = 1 + max(i for i in at if i is not None)
     if not rows or min(map(len, rows)) < width:
         raise ValueError(f"{path} must have {width} columns in every row, but has not")
@@ -165,6 +176,8 @@ def _names(path: Path, between: str | None, skip: int, at: list[int | None]) -> 
         if values is not None and column < 2:
             if not all(values):
                 raise ValueError(f"{path} has a row without {what}")
+            if any(len(value.splitlines()) > 1 for value in values):
+                raise ValueError(f"{path} must have a {what} in one line, but has one in several")
         elif values is not None:
             try:
                 values = values.astype(np.float64)
@@ -203,16 +216,35 @@ def _reviews(path: Path) -> Table:
                 continue
             try:
                 row = json.loads(line)
-                texts.append(tuple(row[name] for name in REVIEW))
+                user, item, rating, time = (row[name] for name in REVIEW)
+                texts.append((_name(user), _name(item), _amount(rating), _amount(time)))
             except KeyError as error:
                 raise ValueError(f"{path} has no {error} in line {number}") from error
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{path} is not of JSON lines: line {number}") from error
     if not texts:
         raise ValueError(f"{path} has no rows")
-    user, item, rating, time = zip(*texts, strict=True)
-    names = (np.array(user, str), np.array(item, str))
-    return [*names, np.array(rating, np.float64), np.array(time, np.float64)]
+    users, items, ratings, times = zip(*texts, strict=True)
+    return [np.array(users), np.array(items), np.array(ratings), np.array(times)]
+
+
+def _name(value: Any) -> str:
+    """A user or item, of one line of text."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError("a name must be a text or a number")
+    name = str(value)
+    if not name or len(name.splitlines()) > 1:
+        raise ValueError("a name must be one line")
+    # What is no Unicode could not be written beside the index.
+    name.encode()
+    return name
+
+
+def _amount(value: Any) -> float:
+    """A rating or time."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TypeError("a rating or time must be a number")
+    return float(value)
 
 
 @contextlib.contextmanager
@@ -229,6 +261,8 @@ def _text(path: Path) -> Iterator[TextIO]:
         raise ValueError(f"{path} must be text in UTF-8, but is not") from error
     except EOFError as error:
         raise ValueError(f"{path} has lost its end") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged: it cannot be decompressed") from error
 
 
 def _check_baskets(path: Path, width: int) -> None:

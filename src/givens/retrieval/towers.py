@@ -12,6 +12,8 @@ from givens.retrieval.batches import Asked
 
 Pool = Literal["mean", "attention"]
 HEADS = 4
+# Below any score.
+LEAST = -1e30
 
 
 class Towers(nn.Module):
@@ -103,9 +105,11 @@ class History(nn.Module):
             # Not by an index: its gradient is added up by several threads in whatever order.
             sought = functional.embedding(ids, E @ self.queries)
             score = score + sought.mT * math.sqrt(E.shape[1])
-        weight = score.masked_fill(~here[:, None], -torch.inf).softmax(2)
-        # A row without any history is a softmax over nothing.
-        weight = weight.masked_fill(~here[:, None], 0.0)
+        # A softmax, in operations whose gradients do not depend on the number of threads; over
+        # nothing, in a row without any history, it is 0.
+        score = score.masked_fill(~here[:, None], -torch.inf)
+        share = (score - score.detach().amax(2, keepdim=True).clamp_min(LEAST)).exp()
+        weight = share / share.sum(2, keepdim=True).clamp_min(-1 / LEAST)
         if heads == 1:
             return functional.embedding_bag(ids, E, mode="sum", per_sample_weights=weight[:, 0])
         parts = E.view(len(E), heads, -1)
@@ -131,6 +135,8 @@ class Mix(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
         """Mixed, around x itself."""
-        x = self.norm(x)
+        # Not by one operation: its gradient is added up in as many parts as there are threads.
+        x = functional.layer_norm(x, x.shape[1:], eps=self.norm.eps)
+        x = x * self.norm.weight + self.norm.bias
         mixed: Tensor = x + self.narrow(functional.gelu(self.wide(x)))
         return mixed

@@ -1,0 +1,176 @@
+"""What arguments may be, in one place: vectors, whole numbers, numbers and choices.
+
+Vectors are compared in float32, whose squares overflow beyond about 1e19 and vanish below 1e-19.
+So none may be longer than `LONGEST`; where directions are compared, by cosine, none but zero may
+be shorter than `SHORTEST`; and where a quantizer is fitted, the longest must reach that.
+"""
+
+import math
+import operator
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LONGEST, SHORTEST = 1e14, 1e-12
+# Of counts, unless told otherwise.
+MOST = (1 << 31) - 1
+# Seeds leave room for what is added to them.
+SEEDS = 1 << 62
+# Characters of a value in a message.
+WIDE = 60
+
+
+def check_table(name: str, x: Any, dim: int | None = None) -> None:
+    """Refuse what is no table (N, n) of real numbers; `dim` is n where only one will do."""
+    kind = _kind(x)
+    if kind is None:
+        raise TypeError(
+            f"{name} must be a tensor, an array or a file from givens.storage.vectors.read, "
+            f"but got {type(x).__name__}; numpy.asarray makes an array of lists and frames"
+        )
+    wanted = "n" if dim is None else dim
+    if len(x.shape) != 2 or x.shape[1] < 1 or (dim is not None and x.shape[1] != dim):
+        raise ValueError(f"{name} must have shape (N, {wanted}), but got {tuple(x.shape)}")
+    if kind not in "fiu":
+        raise TypeError(f"{name} must hold real numbers, but got {x.dtype}")
+
+
+def check_lengths(
+    name: str,
+    x: Tensor,
+    metric: str = "l2",
+    *,
+    first: int = 0,
+    rows: Any = None,
+    holes: bool = False,
+) -> None:
+    """Refuse vectors (m, n) that float32 cannot compare, and name the first.
+
+    Args:
+        name: of the argument.
+        x: floats, as they were given or as float32.
+        metric: "cosine" takes no vectors close to 0, beside 0 itself.
+        first: where x begins among more rows.
+        rows: where its rows are from, instead.
+        holes: whether NaN and infinite values pass.
+    """
+    least = SHORTEST if metric == "cosine" else 0.0
+    lengths = torch.linalg.vector_norm(x, dim=1)
+    odd = ~((lengths >= least) & (lengths <= LONGEST))
+    if least:
+        odd |= lengths == 0
+    at = odd.nonzero()[:, 0]
+    if not len(at):
+        return
+    exact = torch.linalg.vector_norm(x[at], dim=1, dtype=torch.float64)
+    bad = ~(((exact >= least) | (exact == 0)) & (exact <= LONGEST))
+    if holes:
+        bad &= x[at].isfinite().all(1)
+    if not bad.any():
+        return
+    row, length = int(at[bad][0]), float(exact[bad][0])
+    place = first + row if rows is None else int(rows[row])
+    if not x[row].isfinite().all():
+        raise ValueError(f"{name} must be finite, but row {place} has NaN or infinite values")
+    rule = f"be no longer than {LONGEST:g}"
+    if least:
+        rule = f"have length 0 or {least:g} to {LONGEST:g}"
+    raise ValueError(
+        f"{name} must {rule} to be compared in float32, but row {place} has length {length:.1e}; "
+        f"multiply {name} by a constant first"
+    )
+
+
+def check_scale(name: str, longest: float) -> None:
+    """Refuse a set of vectors whose longest is too short for float32 to tell them apart."""
+    if 0 < longest < SHORTEST:
+        raise ValueError(
+            f"{name} must have a vector of length {SHORTEST:g} or more to be told apart in "
+            f"float32, but the longest has {longest:.1e}; multiply {name} by a constant first"
+        )
+
+
+def check_whole(name: str, value: Any, least: int, most: int = MOST) -> int:
+    """An integer in least..most, of any integer type; neither bool nor float."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+        raise TypeError(f"{name} must be an integer, but got {name}={_shown(value)}")
+    if not least <= number <= most:
+        rule = f"at least {least}" if most == MOST and number < least else f"in {least}..{most}"
+        raise ValueError(f"{name} must be {rule}, but got {name}={_shown(value)}")
+    return number
+
+
+def check_seed(value: Any) -> int:
+    """A seed in 0..2⁶²−1."""
+    try:
+        return check_whole("seed", value, 0, SEEDS - 1)
+    except ValueError as error:
+        raise ValueError(f"seed must be in 0..2⁶²−1, but got seed={_shown(value)}") from error
+
+
+def check_sizes(dim: int, subspaces: int, codewords: int, coarse: int) -> None:
+    """Refuse sizes of a quantizer that do not fit together."""
+    for name, value in (("dim", dim), ("subspaces", subspaces)):
+        check_whole(name, value, 1)
+    if dim % subspaces:
+        raise ValueError(
+            f"dim must be divisible by subspaces, but got dim={dim}, subspaces={subspaces}"
+        )
+    check_whole("codewords", codewords, 2, 256)
+    check_whole("coarse", coarse, 0)
+
+
+def check_number(
+    name: str, value: Any, least: float, most: float = math.inf, *, above: bool = False
+) -> float:
+    """A finite number of at least `least`, or `above` it, up to `most`; not bool."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, but got {name}={_shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    good = (least < number if above else least <= number) and number <= most
+    if not (good and math.isfinite(number)):
+        low = f"above {least:g}" if above else f"at least {least:g}"
+        high = "" if most == math.inf else f" and at most {most:g}"
+        raise ValueError(f"{name} must be finite, {low}{high}, but got {name}={_shown(value)}")
+    return number
+
+
+def check_choice(name: str, value: Any, known: Iterable[str], others: str = "") -> None:
+    """One of the known words; `others` says what else would do."""
+    listed = tuple(known)
+    if not isinstance(value, str) or value not in listed:
+        words = ", ".join(map(repr, listed))
+        raise ValueError(f"{name} must be one of {words}{others}, but got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value in one line that is not too long."""
+    line = " ".join(repr(value).split())
+    return line if len(line) <= WIDE else f"{line[:WIDE]}…"
+
+
+def _kind(x: Any) -> str | None:
+    """The letter of numpy for what a table's numbers are; none where x is no table."""
+    if isinstance(x, Tensor):
+        if x.layout != torch.strided or x.is_quantized:
+            return None
+        if x.is_complex():
+            return "c"
+        return "b" if x.dtype == torch.bool else "f" if x.is_floating_point() else "i"
+    # What is masked or sparse would be read as if it were not.
+    if isinstance(x, np.ma.MaskedArray) or hasattr(x, "tocsr"):
+        return None
+    if not all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__", "__len__")):
+        return None
+    return str(getattr(x.dtype, "kind", "O"))
