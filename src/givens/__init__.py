@@ -1,6 +1,7 @@
 """Learn rotation matrices by Givens coordinate descent, and train embedding indexes end to end."""
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     )
 
 # Imported where they are first used: torch takes seconds, in which a command has to hear Ctrl-C.
-_MODULES = ("baselines", "kernels", "pairing")
 _PLACES = {
     "fixed.fit": ("fit",),
     "layer.layer": ("IndexLayer",),
@@ -62,13 +62,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"givens.{name}")
     for place, names in _PLACES.items():
         if name in names:
             value = getattr(importlib.import_module(f"givens.{place}"), name)
             globals()[name] = value
             return value
+    if not name.startswith("_") and importlib.util.find_spec(f"givens.{name}"):
+        return importlib.import_module(f"givens.{name}")
     raise AttributeError(f"module 'givens' has no attribute {name!r}")
 
 

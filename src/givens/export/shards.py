@@ -139,7 +139,7 @@ def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -
     path = Path(folder) / f"{job.number:05d}-{key}.lists"
     if not _is_whole(path, claim, job.rows):
         names = np.arange(job.first, job.first + job.rows) if ids is None else ids
-        source = Source(job.read(), q.dim, None, first=job.first)
+        source = Source(job.read(), q.dim, None, first=job.first, metric=q.metric)
         sizes, lists = _lists(q, source, checked_ids(names, job.rows))
         tensors = {"sizes": torch.from_numpy(sizes), "lists": torch.from_numpy(lists)}
         files.save(path, KIND, tensors, claim)

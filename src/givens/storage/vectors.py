@@ -153,7 +153,9 @@ def rows_of(x: Any, index: Tensor, device: torch.device | str = "cpu") -> Tensor
 def as_float(part: Any, device: torch.device | str = "cpu") -> Tensor:
     """An array or a tensor as a float32 tensor on the device."""
     if not isinstance(part, Tensor):
-        part = np.ascontiguousarray(part, dtype=np.float32)
+        # What is too large for float32 becomes infinite, which is refused with its row.
+        with np.errstate(over="ignore"):
+            part = np.ascontiguousarray(part, dtype=np.float32)
         # A tensor cannot share what may not be written: a file mapped for reading.
         part = torch.from_numpy(part if part.flags.writeable else part.copy())
     tensor: Tensor = part.detach().to(device, torch.float32)
