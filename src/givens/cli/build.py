@@ -1,6 +1,5 @@
 """`givens build`: codes of all vectors, in an index that Faiss serves."""
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -69,7 +68,7 @@ def build(
     from givens.export.faiss import Kind, save_index, to_faiss
 
     about = out.record(
-        _record(quantizer).get("seed"),
+        out.read_record(quantizer).get("seed"),
         "cpu",
         quantizer=quantizer,
         vectors=sources[0] if len(sources) == 1 else sources,
@@ -152,12 +151,3 @@ def read_ids(path: str) -> Any:
     else:
         table = vectors.read(path)[:]
     return table[:, 0] if table.ndim == 2 and table.shape[1] == 1 else table
-
-
-def _record(path: Path) -> dict[str, Any]:
-    """What `givens fit` wrote beside the quantizer, if it is still there."""
-    beside = path.with_name(path.name + ".json")
-    try:
-        return dict(json.loads(beside.read_text("utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}

@@ -1,6 +1,7 @@
 """What all subcommands say and leave behind: progress, records, sizes."""
 
 import datetime
+import json
 import platform
 import shlex
 import sys
@@ -88,6 +89,14 @@ def write_record(path: Path, content: dict[str, Any]) -> Path:
     beside = path.with_name(path.name + ".json")
     files.write_json(beside, {**content, "checksum": files.checksum(path)})
     return beside
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What was recorded beside a file, if it is still there."""
+    try:
+        return dict(json.loads(path.with_name(path.name + ".json").read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def check_output(path: Path, *sources: str | Path, folder: bool = False) -> None:
