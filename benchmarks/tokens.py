@@ -1,14 +1,15 @@
-"""Semantic IDs side by side: `givens.tokens` and the Faiss string that recommenders use.
+r"""Semantic IDs side by side: `givens.tokens` and the Faiss string that recommenders use.
 
     givens train -o RUN --data LOG --method post-hoc
-    python benchmarks/tokens.py games=RUN/towers.safetensors --json results/tokens.json
+    python benchmarks/tokens.py games=RUN/towers.safetensors:towers.items.weight \
+        --json results/tokens.json
 
 The vectors are the item embeddings of such runs, or of any file that `givens fit` reads, by
-name=file. All items are looked at and judged: an ID is for the items there are. Faiss's string is
-`OPQ{m},IVF1,PQ{m}x8` as RPG and others have it, with Faiss's defaults, its codes read from the one
-list; the distortion is that of the vectors which each side's codes stand for, computed here in one
-way. Then the embeddings are disturbed by a little noise, as by some more training, and encoded by
-the same parts.
+name=file; they are normalised, as they are compared by the cosine. All items are looked at and
+judged: an ID is for the items there are. Faiss's string is `OPQ{m},IVF1,PQ{m}x8` as RPG and others
+have it, with Faiss's defaults, its codes read from the one list; the distortion is that of the
+vectors which each side's codes stand for, computed here in one way. Then the embeddings are
+disturbed by a little noise, as by some more training, and encoded by the same parts.
 """
 
 import argparse
@@ -93,7 +94,7 @@ def main() -> None:
     rows = []
     for source in arguments.sources:
         name, _, file = source.partition("=")
-        x = vectors.as_float(vectors.read(file, "items")[:])
+        x = torch.nn.functional.normalize(vectors.as_float(vectors.read(file, "items")[:]))
         spread = (x - x.mean(0)).square().sum(1).mean().sqrt() / x.shape[1] ** 0.5
         moved = x + NOISE * spread * torch.randn(x.shape, generator=torch.manual_seed(0))
         norm = float(x.square().sum(1).mean())

@@ -281,6 +281,16 @@ def _far_apart(X: Tensor, K: int, generator: torch.Generator) -> Tensor:
     return C
 
 
+def check_subspaces(dim: int, subspaces: int) -> None:
+    """Refuse a number of subspaces that does not divide the dimension, and say which do."""
+    if dim < 1 or subspaces < 1 or dim % subspaces:
+        divisors = ", ".join(str(d) for d in range(1, dim + 1) if dim % d == 0)
+        raise ValueError(
+            f"dim must be divisible by subspaces, but got dim={dim}, subspaces={subspaces}"
+            + (f"; it is by {divisors}" if divisors else "")
+        )
+
+
 def cut(Y: Tensor, D: int) -> Tensor:
     """(N, n) as (D, N, w)."""
     return Y.view(len(Y), D, -1).transpose(0, 1)

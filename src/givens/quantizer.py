@@ -21,6 +21,7 @@ from torch import Tensor
 from givens.kmeans import nearest
 from givens.rotation import check_orthogonal, determinant, full_precision
 from givens.storage import files
+from givens.storage.given import as_vectors
 from givens.storage.vectors import chunks
 
 Metric = Literal["l2", "ip", "cosine"]
@@ -44,8 +45,9 @@ class Codes:
 class Quantizer:
     """A rotation, codebooks and optional coarse centroids, in float32.
 
-    Vectors may be a tensor, an array or a memory-mapped file of any number type and size: they are
-    read a slice at a time.
+    Vectors may be a tensor, an array or a memory-mapped file of any number type and size, which are
+    read a slice at a time; or lists, an Arrow column, a column or frame of pandas or polars, or the
+    path of a file.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Quantizer:
 
     def encode(self, x: Any) -> Codes:
         """The codes of vectors (N, n), on the quantizer's device."""
+        x = as_vectors(x)
         N, device = self._rows(x), self.rotation.device
         fine = torch.empty(N, self.subspaces, dtype=torch.uint8, device=device)
         coarse = torch.empty(N, dtype=torch.int64, device=device)
@@ -147,6 +150,7 @@ class Quantizer:
 
     def distortion(self, x: Any) -> float:
         """The mean squared L2 error of vectors (N, n); of normalised ones where it is cosine."""
+        x = as_vectors(x)
         N = self._rows(x)
         if N == 0:
             raise ValueError("x must have at least one vector, but got 0")

@@ -28,6 +28,7 @@ from givens.fixed.sample import Sample
 from givens.kmeans import kmeans, nearest
 from givens.quantizer import BUFFER, KIND, Codes, Quantizer, load
 from givens.storage import files
+from givens.storage.given import as_vectors
 from givens.storage.vectors import chunks
 
 TOKENIZER = "tokenizer"
@@ -80,6 +81,7 @@ class Tokenizer:
 
     def encode(self, x: Any) -> Int64[Tensor, "N m"]:
         """The tokens of vectors (N, n)."""
+        x = as_vectors(x)
         return torch.cat([self._tokens(part)[0] for part in self._parts(x)])
 
     def decode(self, tokens: Int64[Tensor, "N m"]) -> Float[Tensor, "N n"]:
@@ -102,6 +104,7 @@ class Tokenizer:
 
     def distortion(self, x: Any) -> float:
         """The mean squared error of vectors (N, n), normalised ones where it is for cosine."""
+        x = as_vectors(x)
         total = sum(float(self._tokens(part)[1]) for part in self._parts(x))
         return total / len(x)
 
@@ -174,7 +177,7 @@ def fit(
     """Learn a tokenizer of vectors (N, n): len(stages) + subspaces tokens an item.
 
     Args:
-        x: a tensor, an array or a file of vectors.
+        x: vectors in any form that `givens.fit` takes.
         subspaces: tokens of the product tail; must divide n. 0 for residual stages alone.
         codewords: different tokens at each place of the tail, 2 to 256.
         stages: different tokens of each residual stage before the tail.
@@ -194,6 +197,7 @@ def fit(
         )
     if subspaces == 0 and not stages:
         raise ValueError("subspaces must be at least 1 where there are no stages, but got 0")
+    x = as_vectors(x)
     if len(x.shape) != 2:
         raise ValueError(f"x must have shape (N, n), but got {tuple(x.shape)}")
     data = Sample(x, torch.device("cpu"), normalise=metric == "cosine")

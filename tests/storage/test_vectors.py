@@ -33,7 +33,7 @@ def test_a_large_file_streams_in_constant_memory(tmp_path):
     table = np.lib.format.open_memmap(path, "w+", np.float32, (400_000, 128))
     table.flush()
     code = (
-        "import sys, resource; from givens import vectors\n"
+        "import sys, resource; from givens.storage import vectors\n"
         "def peak(): return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
         "x = vectors.read(sys.argv[1]); before = peak()\n"
         "for part in vectors.chunks(x, 8192): part.sum()\n"

@@ -82,7 +82,7 @@ def tokens(
     read = [path for path in (items, quantizer, previous) if path is not None]
     for path in (output, made) if quantizer is None else (output,):
         out.check_output(path, source, *read)
-    names = _names(items, len(x))
+    names = _names(items, x)
     tokenizer: Tokenizer
     if quantizer is None:
         how = (subspaces, codewords, _sizes(stages), method, metric, seed, sample or None)
@@ -195,12 +195,17 @@ def _sizes(stages: str) -> list[int]:
         raise ValueError(f"--stages must be sizes as 256,256, but got {stages!r}") from error
 
 
-def _names(path: Path | None, N: int) -> Any:
+def _names(path: Path | None, x: Any) -> Any:
+    """The items' names from their file, or from vectors of text; None for positions."""
     if path is None:
-        return None
-    names = path.read_text("utf-8").splitlines()
-    if len(names) != N:
-        raise ValueError(f"--items must have {N:,} lines, one a vector, but has {len(names):,}")
+        own = vectors.names_of(x)
+        return None if own is None else np.array(own, object)
+    names = path.read_text("utf-8").split("\n")
+    names = names[:-1] if names[-1] == "" else names
+    if len(names) != len(x):
+        raise ValueError(
+            f"--items must have {len(x):,} lines, one a vector, but has {len(names):,}"
+        )
     return np.array(names, object)
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from givens.quantizer import BUFFER, Quantizer
 from givens.storage import files
+from givens.storage.given import as_vectors
 from givens.storage.vectors import chunks
 
 PIVOTS = 256
@@ -58,6 +59,7 @@ def to_diskann(
             "q must be by 'l2' or 'cosine', but got 'ip': DiskANN makes inner products into "
             "distances by a coordinate more, which q has no codewords for"
         )
+    vectors = None if vectors is None else as_vectors(vectors, "vectors")
     N = None if vectors is None else int(vectors.shape[0])
     if vectors is not None and (len(vectors.shape) != 2 or vectors.shape[1] != q.dim):
         raise ValueError(f"vectors must have shape (N, {q.dim}), but got {tuple(vectors.shape)}")

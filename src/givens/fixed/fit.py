@@ -16,10 +16,11 @@ from torch import Tensor
 
 from givens.fixed import turns
 from givens.fixed.sample import Sample
-from givens.kmeans import Clusters, kmeans, pass_over, updated
+from givens.kmeans import Clusters, check_subspaces, kmeans, pass_over, updated
 from givens.quantizer import Metric, Quantizer
 from givens.rotation import check_orthogonal, determinant, random_rotation
 from givens.storage import files
+from givens.storage.given import as_vectors
 
 Method = Literal["pq"] | turns.Learned
 METHODS: tuple[str, ...] = ("pq", *get_args(turns.Learned))
@@ -97,7 +98,8 @@ def fit(
     vectors it looked at as that of method="pq".
 
     Args:
-        x: a tensor, an array or a memory-mapped file of any number type.
+        x: a tensor, an array or a memory-mapped file of any number type; lists, an Arrow column, a
+            column or frame of pandas or polars, or the path of a file.
         subspaces: D, bytes of a code.
         codewords: K of each subspace, 2 to 256.
         coarse: centroids of an inverted file; the codebooks are then of the residuals. 0 for none.
@@ -123,6 +125,7 @@ def fit(
             the same vectors and options.
         device: where to work; where x is, unless given.
     """
+    x = as_vectors(x)
     _check(x, subspaces, codewords, coarse, sample)
     _check_choices(method, metric, rate, steps, iterations, seed)
     _check_init(init, subspaces, codewords, x.shape[1])
@@ -350,10 +353,7 @@ def _check(x: Any, subspaces: int, codewords: int, coarse: int, sample: int | No
     if len(x.shape) != 2 or x.shape[1] < 1:
         raise ValueError(f"x must have shape (N, n), but got {tuple(x.shape)}")
     N, n = x.shape
-    if subspaces < 1 or n % subspaces:
-        raise ValueError(
-            f"dim must be divisible by subspaces, but got dim={n}, subspaces={subspaces}"
-        )
+    check_subspaces(n, subspaces)
     if not 2 <= codewords <= 256:
         raise ValueError(f"codewords must be in 2..256, but got codewords={codewords}")
     count = N if sample is None else min(N, sample)

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from givens import distributed
 from givens.fixed.fit import Init, Method, fit
-from givens.kmeans import Quantized, nearest, quantize
+from givens.kmeans import Quantized, check_subspaces, nearest, quantize
 from givens.layer.straight_through import StraightThrough, normalised
 from givens.quantizer import Codes, Metric, Quantizer
 from givens.rotation import Rotation, full_precision
@@ -347,10 +347,7 @@ class IndexLayer(nn.Module):
 def _check(
     dim: int, subspaces: int, codewords: int, coarse: int, metric: str, update: str, decay: float
 ) -> None:
-    if dim < 1 or subspaces < 1 or dim % subspaces:
-        raise ValueError(
-            f"dim must be divisible by subspaces, but got dim={dim}, subspaces={subspaces}"
-        )
+    check_subspaces(dim, subspaces)
     if not 2 <= codewords <= 256:
         raise ValueError(f"codewords must be in 2..256, but got codewords={codewords}")
     if coarse < 0:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from givens import distributed
+from givens.kmeans import check_subspaces
 from givens.retrieval.data import Log
 from givens.retrieval.towers import Pool
 
@@ -120,11 +121,7 @@ class Config:
                 raise ValueError(f"{name} must be finite, but got {getattr(self, name)}")
         if self.seed >= 1 << 31:
             raise ValueError(f"seed must be below 2³¹, but got seed={self.seed}")
-        if self.dim % self.subspaces:
-            raise ValueError(
-                f"dim must be divisible by subspaces, but got dim={self.dim}, "
-                f"subspaces={self.subspaces}"
-            )
+        check_subspaces(self.dim, self.subspaces)
         if not 2 <= self.codewords <= 256:
             raise ValueError(f"codewords must be in 2..256, but got codewords={self.codewords}")
         if self.method == "post-hoc" and self.codewords & (self.codewords - 1):
