@@ -9,7 +9,8 @@ name=file; they are normalised, as they are compared by the cosine. All items ar
 judged: an ID is for the items there are. Faiss's string is `OPQ{m},IVF1,PQ{m}x8` as RPG and others
 have it, with Faiss's defaults, its codes read from the one list; the distortion is that of the
 vectors which each side's codes stand for, computed here in one way. Then the embeddings are
-disturbed by a little noise, as by some more training, and encoded by the same parts.
+disturbed by a little noise, as by some more training, and encoded by the same parts. Rows of other
+data that the file already has are kept.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from givens import tokens
-from givens.paper.rows import PACKAGES, environment, write
+from givens.paper.rows import PACKAGES, environment, read, write
 from givens.storage import vectors
 
 # Of the noise, in parts of the spread of an item around the mean.
@@ -91,9 +92,10 @@ def main() -> None:
     about = environment("cpu", PACKAGES)
     # The compiled loops are compiled before anything is timed.
     tokens.fit(torch.randn(300, 16), 4, 16)
-    rows = []
+    rows = read(arguments.json) if arguments.json and arguments.json.exists() else []
     for source in arguments.sources:
         name, _, file = source.partition("=")
+        rows = [row for row in rows if row["data"] != name]
         x = torch.nn.functional.normalize(vectors.as_float(vectors.read(file, "items")[:]))
         spread = (x - x.mean(0)).square().sum(1).mean().sqrt() / x.shape[1] ** 0.5
         moved = x + NOISE * spread * torch.randn(x.shape, generator=torch.manual_seed(0))
