@@ -63,7 +63,13 @@ def session(made, tmp_path, monkeypatch):
     """A folder with the files that pages name, in small, and what they take for granted."""
     monkeypatch.chdir(tmp_path)
     x, q = made
-    for name, table in (("learn", x), ("base", x), ("queries", x[:20])):
+    for name, table in (
+        ("learn", x),
+        ("base", x),
+        ("queries", x[:20]),
+        ("items", x),
+        ("new", 1.01 * x),
+    ):
         np.save(f"{name}.npy", table)
     np.save("truth.npy", ((x[:20, None] - x) ** 2).sum(2).argsort(1)[:, :100])
     return {"q": q, "vectors": x, "queries": x[:20], "titles": [f"item {i}" for i in range(1000)]}

@@ -9,7 +9,7 @@ import givens
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ["faiss", "lance", "ray", "matplotlib", "triton", "numba", "rustworkx", "typer", "rich"]
-HEAVY += ["h5py", "pyarrow", "fsspec", "jinja2"]
+HEAVY += ["h5py", "pyarrow", "fsspec", "jinja2", "sklearn", "pandas", "polars"]
 
 
 def test_import_is_light():

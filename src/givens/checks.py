@@ -121,8 +121,10 @@ def check_sizes(dim: int, subspaces: int, codewords: int, coarse: int) -> None:
     for name, value in (("dim", dim), ("subspaces", subspaces)):
         check_whole(name, value, 1)
     if dim % subspaces:
+        divisors = ", ".join(str(d) for d in range(1, dim + 1) if dim % d == 0)
         raise ValueError(
-            f"dim must be divisible by subspaces, but got dim={dim}, subspaces={subspaces}"
+            f"dim must be divisible by subspaces, but got dim={dim}, subspaces={subspaces}; "
+            f"it is by {divisors}"
         )
     check_whole("codewords", codewords, 2, 256)
     check_whole("coarse", coarse, 0)

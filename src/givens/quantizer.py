@@ -22,6 +22,7 @@ from givens.checks import LONGEST, check_choice, check_lengths, check_table
 from givens.kmeans import nearest
 from givens.rotation import check_orthogonal, determinant, full_precision
 from givens.storage import files
+from givens.storage.given import as_vectors
 from givens.storage.vectors import chunks
 
 Metric = Literal["l2", "ip", "cosine"]
@@ -45,8 +46,9 @@ class Codes:
 class Quantizer:
     """A rotation, codebooks and optional coarse centroids, in float32.
 
-    Vectors may be a tensor, an array or a memory-mapped file of any size and type of real numbers:
-    they are read a slice at a time. None may be longer than 1e14, nor for cosine, beside 0, shorter
+    Vectors may be a tensor, an array or a memory-mapped file of any size and type of real numbers,
+    which are read a slice at a time; or lists, an Arrow column, a column or frame of pandas or
+    polars, or the path of a file. None may be longer than 1e14, nor for cosine, beside 0, shorter
     than 1e-12. All is computed in float32, also under autocast.
     """
 
@@ -105,6 +107,7 @@ class Quantizer:
 
     def encode(self, x: Any) -> Codes:
         """The codes of vectors (N, n), on the quantizer's device."""
+        x = as_vectors(x)
         N, device = self._rows(x), self.rotation.device
         fine = torch.empty(N, self.subspaces, dtype=torch.uint8, device=device)
         coarse = torch.empty(N, dtype=torch.int64, device=device)
@@ -141,6 +144,7 @@ class Quantizer:
 
     def distortion(self, x: Any) -> float:
         """The mean squared L2 error of vectors (N, n); of normalised ones where it is cosine."""
+        x = as_vectors(x)
         N = self._rows(x)
         if N == 0:
             raise ValueError("x must have at least one vector, but got 0")

@@ -82,7 +82,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-COMMANDS = ("fit", "build", "search", "evaluate", "train", "report", "inspect", "demo")
+COMMANDS = ("fit", "build", "search", "evaluate", "train", "tokens", "report", "inspect", "demo")
 
 
 def test_version_and_help():

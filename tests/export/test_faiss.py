@@ -17,6 +17,7 @@ from givens.storage.vectors import read
 
 METRICS = ["l2", "ip", "cosine"]
 KINDS = ["pq", "ivfpq", "pq-fastscan", "ivfpq-fastscan"]
+GRAPH = "hnswpq"
 N, n, D = 3000, 16, 4
 
 
@@ -85,6 +86,61 @@ def test_codes_are_those_of_faiss(kind, metric):
     stored = torch.from_numpy(index.reconstruct_n(0, N))
     rows = torch.isclose(stored, q.decode(q.encode(x)), atol=1e-4).all(1)
     assert rows.float().mean() > 0.999
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("K", [256, 100])
+def test_a_graph_holds_our_codes_and_searches_them(tmp_path, K, metric):
+    q, x, queries = make(GRAPH, metric, K), data(), data(40, seed=5)
+    index = to_faiss(q, x, kind=GRAPH)
+    storage = faiss.downcast_index(faiss.downcast_index(index.index).storage)
+    bits = faiss.vector_to_array(storage.codes).reshape(N, -1)
+    codes = faiss.unpack_bitstrings(bits, D, storage.pq.nbits)
+    assert (codes == q.encode(x).fine.numpy()).all(1).mean() > 0.999
+    # What a full search of the same codes finds, nearly.
+    flat = to_faiss(q, x).search(queries.numpy(), 10)
+    faiss.downcast_index(index.index).hnsw.efSearch = 400
+    save_index(index, tmp_path / "i.faiss")
+    loaded = load_index(tmp_path / "i.faiss").index
+    for graph in (index, loaded):
+        found = graph.search(queries.numpy(), 10)
+        assert np.isclose(found[0], flat[0], rtol=1e-4, atol=1e-4).mean() > 0.9
+    assert from_faiss(loaded).fingerprint == q.fingerprint
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("kind", [*KINDS, GRAPH])
+@pytest.mark.parametrize("named", [False, True])
+def test_refined_by_the_vectors_it_finds_the_true_neighbours(tmp_path, kind, metric, named):
+    q, x, queries = make(kind, metric), data(), data(40, seed=5)
+    ids = 7 * np.arange(N) + 1000 if named else None
+    index = to_faiss(q, x, kind=kind, refine=True, ids=ids)
+    save_index(index, tmp_path / "i.faiss")
+    loaded = load_index(tmp_path / "i.faiss").index
+    assert from_faiss(loaded).fingerprint == q.fingerprint
+    assert loaded.ntotal == N
+    asked, held = queries, x
+    if metric == "cosine":
+        asked, held = (torch.nn.functional.normalize(one) for one in (queries, x))
+    scores = -torch.cdist(asked, held) if metric == "l2" else asked @ held.T
+    true = scores.topk(10).indices.numpy()
+    if inverted(loaded) is not None:
+        inverted(loaded).nprobe = 12
+    hits = {}
+    for name, one in (("refined", loaded), ("alone", to_faiss(q, x, kind=kind))):
+        if inverted(one) is not None:
+            inverted(one).nprobe = 12
+        values, found = one.search(queries.numpy(), 10)
+        if named and name == "refined":
+            assert ((found - 1000) % 7 == 0).all()
+            found = (found - 1000) // 7
+        if name == "refined":
+            # By the vectors themselves, exactly.
+            exact = scores.gather(1, torch.from_numpy(found)).numpy()
+            exact = exact**2 if metric == "l2" else exact
+            assert np.allclose(values, exact, rtol=1e-3, atol=1e-3)
+        hits[name] = sum(len({*a} & {*b}) for a, b in zip(found, true, strict=True)) / true.size
+    assert hits["refined"] > min(hits["alone"] + 0.1, 0.95)
 
 
 @pytest.mark.parametrize("K", [2, 3, 5, 12, 16, 100, 129, 200, 255])
@@ -251,6 +307,7 @@ def test_files_of_vectors_stream_into_an_index(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         ({"kind": "hnsw"}, "kind must be one of 'pq'"),
+        ({"q": make("ivfpq"), "kind": "hnswpq"}, "needs a quantizer without coarse centroids"),
         ({"kind": "ivfpq"}, "kind 'ivfpq' needs a quantizer with coarse centroids"),
         ({"kind": "pq-fastscan"}, "needs 16 codewords, but got 256"),
         ({"vectors": data()[:, :5]}, r"shape \(N, 16\)"),
@@ -264,7 +321,7 @@ def test_files_of_vectors_stream_into_an_index(tmp_path, monkeypatch):
 )
 def test_what_cannot_be_built_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        to_faiss(make(), **arguments)
+        to_faiss(**{"q": make(), **arguments})
 
 
 @pytest.mark.parametrize(

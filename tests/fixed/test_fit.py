@@ -237,6 +237,7 @@ BAD = [
     (broken(float("inf")), {"sample": 2999}, "x must be finite, but row 17 has NaN"),
     (data(), {"subspaces": 5}, "dim must be divisible by subspaces, but got dim=16, subspaces=5"),
     (data(), {"subspaces": 0}, "subspaces must be at least 1, but got subspaces=0"),
+    (data(), {"subspaces": 5}, "subspaces=5; it is by 1, 2, 4, 8, 16$"),
     (data()[0], {}, r"x must have shape \(N, n\), but got \(16,\)"),
     (data(), {"codewords": 257}, "codewords must be in 2..256, but got codewords=257"),
     (data(), {"codewords": 1}, "codewords must be in 2..256"),

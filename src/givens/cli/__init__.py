@@ -19,6 +19,7 @@ from givens.cli.inspect import inspect
 from givens.cli.paper import app as paper
 from givens.cli.report import report
 from givens.cli.search import search
+from givens.cli.tokens import tokens
 from givens.cli.train import train
 from givens.storage import files
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (fit, build, search, evaluate, train, report, inspect, demo):
+for command in (fit, build, search, evaluate, train, tokens, report, inspect, demo):
     app.command()(command)
 app.add_typer(paper)
 

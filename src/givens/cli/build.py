@@ -1,6 +1,5 @@
 """`givens build`: codes of all vectors, in an index that Faiss serves."""
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -30,9 +29,12 @@ def build(
     kind: Annotated[
         str | None,
         typer.Option(
-            help="pq, ivfpq, pq-fastscan or ivfpq-fastscan; by the quantizer if left out."
+            help="pq, ivfpq, pq-fastscan, ivfpq-fastscan or hnswpq; by the quantizer if left out."
         ),
     ] = None,
+    refine: Annotated[
+        bool, typer.Option("--refine", help="Keep the vectors too, to rank candidates again by.")
+    ] = False,
     ids: Annotated[
         str | None,
         typer.Option(help="File of integers to answer with instead of positions, one a vector."),
@@ -51,7 +53,8 @@ def build(
     """Encode vectors into an index that Faiss loads, adds to and searches.
 
     Vectors are streamed: memory holds the index and a slice of them. The codes depend on nothing
-    random. Beside the index goes INDEX.json: configuration, versions, fingerprint and checksum.
+    random. Beside the index goes INDEX.json: configuration, versions, fingerprint and checksum. Of
+    text, as GloVe and word2vec write it, the words go into INDEX.items.txt, a line for each id.
 
     With --engine ray or --shards, memory holds one shard for each worker, however many vectors
     there are, and a build that was stopped goes on when it is run again.
@@ -70,11 +73,12 @@ def build(
     from givens.export.faiss import Kind, save_index, to_faiss
 
     about = out.record(
-        _record(quantizer).get("seed"),
+        out.read_record(quantizer).get("seed"),
         "cpu",
         quantizer=quantizer,
         vectors=sources[0] if len(sources) == 1 else sources,
         kind=kind or ("pq" if q.coarse is None else "ivfpq"),
+        refine=refine,
         ids="positions" if ids is None else ids,
     )
     if engine == "local" and not shards:
@@ -82,19 +86,31 @@ def build(
         out.check_outputs({"--output": output}, [quantizer, *sources, *read])
         with out.progress("encoding") as bar:
             bar.start(len(x))
-            index = to_faiss(q, x, kind=cast(Kind | None, kind), ids=names, progress=bar.advance)
+            index = to_faiss(
+                q,
+                x,
+                kind=cast(Kind | None, kind),
+                refine=refine,
+                ids=names,
+                progress=bar.advance,
+            )
         save_index(index, output, about)
-        N = len(x)
+        N, called = len(x), vectors.names_of(x) if ids is None else None
+        out.write_names(output, called)
     else:
+        if refine:
+            raise ValueError("--refine keeps vectors in one file: leave --engine and --shards out")
         if kind not in (None, "ivfpq"):
             raise ValueError(f"--engine ray and --shards make an index of kind ivfpq, not {kind}")
         out.check_outputs({"--output": output}, [quantizer, *sources, *read], folders=shards)
+        called = None
         N = _build_shards(q, sources, output, names, (engine, address, workers), about, keep=shards)
     spent, size = time.perf_counter() - began, out.bytes_of(output)
     typer.echo(
         f"Indexed {N:,} vectors of {q.dim} in {spent:.1f} s: {q}\n"
         f"Written: {output} ({out.size(output)}, {size / N:.1f} bytes a vector)"
-        f"{'' if shards else f', {output}.json'}\n"
+        f"{'' if shards else f', {output}.json'}"
+        f"{'' if called is None else f', {out.names_path(output)}'}\n"
         f"Next: {out.command('givens', 'search', output, 'QUERIES', '-k', 10)}"
     )
 
@@ -152,12 +168,3 @@ def read_ids(path: str) -> Any:
     else:
         table = vectors.read(path)[:]
     return table[:, 0] if table.ndim == 2 and table.shape[1] == 1 else table
-
-
-def _record(path: Path) -> dict[str, Any]:
-    """What `givens fit` wrote beside the quantizer, if it is still there."""
-    beside = path.with_name(path.name + ".json")
-    try:
-        return dict(json.loads(beside.read_text("utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}

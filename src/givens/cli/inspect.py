@@ -28,7 +28,7 @@ def inspect(
         rows = _quantizer(path)
     elif (path / MANIFEST).is_file():
         rows = _index(path)
-    elif Path(file.rpartition(":")[0] or file).suffix in vectors.SUFFIXES or not path.is_file():
+    elif vectors.is_vectors(vectors.split(file)[0]) or not path.is_file():
         rows = _vectors(file)
     else:
         rows = _index(path)

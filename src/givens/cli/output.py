@@ -1,11 +1,14 @@
 """What all subcommands say and leave behind: progress, records, sizes."""
 
 import datetime
+import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +23,8 @@ Engine = Literal["local", "ray"]
 # Files of runs and of shards.
 PARTS = (".faiss", ".jsonl", ".lists", ".safetensors")
 NAMED = ("config.json", "manifest.json", "results.json")
+# Seconds between two lines of progress where there is no terminal.
+LINE_EVERY = 30.0
 
 
 def command(*words: object) -> str:
@@ -29,7 +34,7 @@ def command(*words: object) -> str:
 
 @contextmanager
 def progress(description: str) -> Iterator[Any]:
-    """A progress bar, on stderr so that the output can be piped."""
+    """A progress bar, on stderr so that the output can be piped; lines where it is no terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -42,8 +47,11 @@ def progress(description: str) -> Iterator[Any]:
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), *times)
     console = Console(stderr=True)
-    quiet = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+    if not console.is_terminal:
+        with Lines(description) as lines:
+            yield lines
+        return
+    with Progress(*columns, console=console, transient=True) as bar:
         yield Bar(bar, bar.add_task(description, total=None))
 
 
@@ -64,6 +72,49 @@ class Bar:
     def stand(self, at: int, total: int, note: str) -> None:
         """Say where it stands."""
         self.bar.update(self.task, completed=at, total=total, description=note)
+
+
+class Lines:
+    """The same where there is no terminal, as in a log: a line every half minute, on stderr."""
+
+    def __init__(self, description: str) -> None:
+        self.description, self.done = description, 0.0
+        self.total: float | None = None
+        self.began = time.perf_counter()
+        self.ended = threading.Event()
+        # Of its own, since what takes long may not say where it stands for minutes.
+        self.teller = threading.Thread(target=self._tell, daemon=True)
+
+    def __enter__(self) -> "Lines":
+        self.teller.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.teller.join()
+
+    def start(self, total: int) -> None:
+        """Say how much there is to do."""
+        self.total = total
+
+    def advance(self, done: float = 1) -> None:
+        """Say what was done."""
+        self.done += done
+
+    def stand(self, at: int, total: int, note: str) -> None:
+        """Say where it stands."""
+        self.done, self.total, self.description = at, total, note
+
+    def _tell(self) -> None:
+        while not self.ended.wait(LINE_EVERY):
+            spent = time.perf_counter() - self.began
+            line = f"{self.description}: "
+            if self.total:
+                line += f"{self.done:,.0f} of {self.total:,}, "
+            line += f"{spent:.0f} s"
+            if self.total and self.done:
+                line += f", about {spent * (self.total / self.done - 1):.0f} s left"
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def record(seed: int | None, device: str, **configuration: Any) -> dict[str, Any]:
@@ -91,6 +142,37 @@ def write_record(path: Path, content: dict[str, Any]) -> Path:
     """Write a record beside the file it is about."""
     files.write_json(beside(path), {**content, "checksum": files.checksum(path)})
     return beside(path)
+
+
+def names_path(index: Path) -> Path:
+    """Where the names of an index's vectors are, a line for each id."""
+    return index.with_name(index.name + ".items.txt")
+
+
+def write_names(index: Path, names: Sequence[str] | None) -> None:
+    """Write the names beside an index; without any, those of an earlier one go."""
+    if names is None:
+        names_path(index).unlink(missing_ok=True)
+        return
+    with files.replacing(names_path(index)) as temporary:
+        text = "".join(f"{' '.join(name.splitlines())}\n" for name in names)
+        temporary.write_text(text, "utf-8", newline="\n")
+
+
+def read_names(index: Path) -> list[str] | None:
+    """The names of an index's vectors: from `givens build`, or items.txt of `givens train`."""
+    path = names_path(index)
+    if not path.is_file() and "log" in read_record(index):
+        path = index.with_name("items.txt")
+    return path.read_text("utf-8").split("\n")[:-1] if path.is_file() else None
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What was recorded beside a file, if it is still there."""
+    try:
+        return dict(json.loads(beside(path).read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def check_outputs(

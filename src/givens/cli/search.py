@@ -103,8 +103,12 @@ def search(
         + ("" if rerank is None else f", {wanted} candidates each ranked again")
     )
     if output is None:
+        names = out.read_names(index) if ids is None else None
         for row in range(min(len(asked), 10)):
-            typer.echo(f"{row}: " + " ".join(map(str, found[row])))
+            called = [
+                str(i) if names is None or not 0 <= i < len(names) else names[i] for i in found[row]
+            ]
+            typer.echo(f"{row}: " + (" " if names is None else ", ").join(called))
         typer.echo("Next: the same with -o neighbours.npy, for all of them")
     else:
         typer.echo(f"Written: {output}, {output}.json")

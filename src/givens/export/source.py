@@ -13,6 +13,7 @@ from torch import Tensor
 
 from givens.checks import check_lengths, check_table
 from givens.quantizer import Metric
+from givens.storage.given import as_vectors
 from givens.storage.vectors import chunks
 
 # Codewords that fill up a table: the square times any width is still a float32, and no vector that
@@ -36,6 +37,7 @@ class Source:
         metric: Metric = "l2",
     ) -> None:
         """Look at shapes and ids; `first` is where the vectors begin among more of them."""
+        vectors = as_vectors(vectors, "vectors")
         check_table("vectors", vectors, dim)
         self.vectors, self.metric = vectors, metric
         self.progress, self.first = progress, first

@@ -28,6 +28,7 @@ from givens.kmeans import Clusters, kmeans, pass_over, updated
 from givens.quantizer import Metric, Quantizer
 from givens.rotation import check_orthogonal, determinant, full_precision, random_rotation
 from givens.storage import files
+from givens.storage.given import as_vectors
 
 Method = Literal["pq"] | turns.Learned
 METHODS: tuple[str, ...] = ("pq", *get_args(turns.Learned))
@@ -105,7 +106,8 @@ def fit(
     result is at most as far from the vectors it looked at as that of method="pq".
 
     Args:
-        x: a tensor, an array or a memory-mapped file of any type of real numbers. No vector may be
+        x: a tensor, an array or a memory-mapped file of any type of real numbers; lists, an Arrow
+            column, a column or frame of pandas or polars, or the path of a file. No vector may be
             longer than 1e14, nor the longest shorter than 1e-12; for cosine none but 0 may be.
         subspaces: D, bytes of a code.
         codewords: K of each subspace, 2 to 256.
@@ -132,6 +134,7 @@ def fit(
             the same vectors and options.
         device: where to work; where x is, unless given.
     """
+    x = as_vectors(x)
     _check(x, subspaces, codewords, coarse, sample)
     _check_choices(method, metric, rate, steps, iterations, tolerance, seed)
     # Integers of any library, but torch's generators take Python's.

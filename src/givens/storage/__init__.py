@@ -1,1 +1,1 @@
-"""Atomic files, vectors in seven formats, and addresses."""
+"""Atomic files, vectors in eight formats, the forms that callers have them in, and addresses."""

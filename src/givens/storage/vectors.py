@@ -1,7 +1,8 @@
 """Vectors in files of any size: opened at once, read a slice at a time.
 
 `read` gives something with a shape and a dtype whose slices are arrays, for .npy, .fvecs, .bvecs,
-.ivecs, .hdf5 (the layout of ann-benchmarks), .parquet and .safetensors. A file with several tables
+.ivecs, .hdf5 (the layout of ann-benchmarks), .parquet, .safetensors and the text of word vectors
+(.txt, .vec, .glove, also with .gz; not from a folder or an address). A file with several tables
 takes the name of one after a colon: `glove.hdf5:test`. A folder is its files, one after another; an
 address such as `s3://bucket/base.parquet` is read where it is (`givens.storage.remote`).
 """
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from givens.storage import text
 from givens.storage.formats import (
     Array,
     File,
@@ -63,13 +65,14 @@ def read(path: str | Path, part: str | None = None) -> Vectors:
         return _checked(path, remote.read(os.fspath(path), part))
     file, name = split(path)
     suffix = file.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ValueError(f"{file} must end in one of {', '.join(SUFFIXES)}{_converted(file)}")
+    if not is_vectors(file):
+        known = ", ".join((*SUFFIXES, *text.SUFFIXES))
+        raise ValueError(f"{file} must end in one of {known}{_converted(file)}")
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}; looked in {file.absolute().parent}")
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is empty")
-    if name and suffix in (".npy", ".fvecs", ".bvecs", ".ivecs"):
+    if name and (suffix in (".npy", ".fvecs", ".bvecs", ".ivecs") or text.is_text(file)):
         raise ValueError(f"{file} holds one table, without a name: leave :{name} out")
     match suffix:
         case ".npy":
@@ -80,8 +83,10 @@ def read(path: str | Path, part: str | None = None) -> Vectors:
             vectors = Parquet(file, name, part)
         case ".safetensors":
             vectors = Safetensors(file, name, part)
-        case _:
+        case ".hdf5" | ".h5":
             vectors = Hdf5(file, name, part)
+        case _:
+            vectors = text.Text(file)
     return _checked(path, vectors)
 
 
@@ -120,6 +125,21 @@ def stamp(path: str) -> str:
         return remote.stamp(path)
     about = split(path)[0].stat()
     return f"{about.st_size}:{about.st_mtime_ns}"
+
+
+def is_vectors(file: Path) -> bool:
+    """Whether a file has the name of one of vectors."""
+    return file.suffix.lower() in SUFFIXES or text.is_text(file)
+
+
+def names_of(vectors: Any) -> list[str] | None:
+    """What the vectors of text are called; None where any of them have no names."""
+    if not isinstance(vectors, Joined):
+        found: list[str] | None = getattr(vectors, "names", None)
+        return found
+    parts = [names_of(part) for part in vectors.parts]
+    known = [part for part in parts if part is not None]
+    return [name for part in known for name in part] if len(known) == len(parts) else None
 
 
 def is_remote(path: str | Path) -> bool:
@@ -203,16 +223,16 @@ class Range(File):
 
 def split(path: str | Path) -> tuple[Path, str | None]:
     """A file, and the name behind its colon."""
-    text = os.fspath(path)
-    file, colon, name = text.rpartition(":")
-    if colon and name and not Path(text).exists() and Path(file).suffix.lower() in SUFFIXES:
+    whole = os.fspath(path)
+    file, colon, name = whole.rpartition(":")
+    if colon and name and not Path(whole).exists() and is_vectors(Path(file)):
         return Path(file), name
-    return Path(text), None
+    return Path(whole), None
 
 
 def _converted(file: Path) -> str:
     """What to do with a table of text."""
-    delimiter = {".csv": ", delimiter=','", ".tsv": "", ".txt": ""}.get(file.suffix.lower())
+    delimiter = {".csv": ", delimiter=','", ".tsv": ""}.get(file.suffix.lower())
     if delimiter is None:
         return ""
     made = f"numpy.save('{file.stem}.npy', numpy.loadtxt('{file}', 'float32'{delimiter}))"

@@ -1,0 +1,107 @@
+"""A quantizer as the files that DiskANN's product quantizer is read from.
+
+    PREFIX_pq_pivots.bin                      at 0: where the three tables begin, 4 × uint64
+                                              from 4096 on: pivots (256, n), centroid (n, 1),
+                                              chunk offsets (D + 1, 1) uint32
+    PREFIX_pq_pivots.bin_rotation_matrix.bin  (n, n), y = (x − centroid) M with M = R
+    PREFIX_pq_compressed.bin                  codes (N, D), uint8
+
+Every table has its rows and columns before it, as int32; all is little-endian, and float32 unless
+said. DiskANN always has 256 pivots: where there are fewer codewords, the rest are so far away that
+no code is theirs. The centroid is 0, for the codebooks hold the mean.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from givens.export.source import FAR
+from givens.quantizer import BUFFER, Quantizer
+from givens.storage import files
+from givens.storage.given import as_vectors
+from givens.storage.vectors import chunks
+
+PIVOTS = 256
+# The first table begins here.
+METADATA = 4096
+
+
+def to_diskann(
+    q: Quantizer,
+    vectors: Any,
+    prefix: str | Path,
+    *,
+    progress: Callable[[int], object] | None = None,
+) -> list[Path]:
+    """Write the pivots, the rotation and the vectors' codes; returns their paths.
+
+    The graph is DiskANN's own business. Beside one that DiskANN has built of the same vectors, as
+    PREFIX_disk.index, these files take the place of the ones it has made. Each is whole or not
+    there, but there are three: a search begins after all are written.
+
+    Args:
+        q: without coarse centroids, by "l2" or "cosine"; for this one DiskANN's vectors and queries
+            must be normalised, and its metric is L2.
+        vectors: (N, n), in DiskANN's order; none writes pivots and rotation alone.
+        prefix: of the files, as `index/ann`.
+        progress: is told of how many vectors were done.
+    """
+    if q.coarse is not None:
+        raise ValueError(
+            f"q must have no coarse centroids, which DiskANN has no place for, but got {q}"
+        )
+    if q.metric == "ip":
+        raise ValueError(
+            "q must be by 'l2' or 'cosine', but got 'ip': DiskANN makes inner products into "
+            "distances by a coordinate more, which q has no codewords for"
+        )
+    vectors = None if vectors is None else as_vectors(vectors, "vectors")
+    N = None if vectors is None else int(vectors.shape[0])
+    if vectors is not None and (len(vectors.shape) != 2 or vectors.shape[1] != q.dim):
+        raise ValueError(f"vectors must have shape (N, {q.dim}), but got {tuple(vectors.shape)}")
+    pivots, rotation, codes = paths(prefix)
+    if N is not None:
+        with files.replacing(codes) as temporary, temporary.open("wb") as file:
+            _begin(file, N, q.subspaces)
+            for part in chunks(vectors, BUFFER // q.dim, q.rotation.device):
+                file.write(q.encode(part).fine.cpu().numpy().tobytes())
+                if progress is not None:
+                    progress(len(part))
+    with files.replacing(rotation) as temporary, temporary.open("wb") as file:
+        _write(file, q.rotation.cpu().numpy().astype("<f4"))
+    with files.replacing(pivots) as temporary, temporary.open("wb") as file:
+        _write_pivots(file, q)
+    return [pivots, rotation] if N is None else [pivots, rotation, codes]
+
+
+def paths(prefix: str | Path) -> tuple[Path, Path, Path]:
+    """The files of pivots, rotation and codes."""
+    pivots = Path(f"{prefix}_pq_pivots.bin")
+    rotation = pivots.with_name(pivots.name + "_rotation_matrix.bin")
+    return pivots, rotation, Path(f"{prefix}_pq_compressed.bin")
+
+
+def _write_pivots(file: BinaryIO, q: Quantizer) -> None:
+    words = np.full((PIVOTS, q.dim), FAR, "<f4")
+    words[: q.codewords] = q.codebooks.transpose(0, 1).flatten(1).cpu().numpy()
+    width = q.dim // q.subspaces
+    offsets = np.arange(0, q.dim + 1, width, dtype="<u4")[:, None]
+    starts = [METADATA]
+    file.seek(METADATA)
+    for table in (words, np.zeros((q.dim, 1), "<f4"), offsets):
+        _write(file, table)
+        starts.append(file.tell())
+    file.seek(0)
+    _write(file, np.array(starts, "<u8")[:, None])
+
+
+def _write(file: BinaryIO, table: npt.NDArray[Any]) -> None:
+    _begin(file, *table.shape)
+    file.write(table.tobytes())
+
+
+def _begin(file: BinaryIO, rows: int, columns: int) -> None:
+    file.write(np.array([rows, columns], "<i4").tobytes())

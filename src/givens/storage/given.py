@@ -1,0 +1,132 @@
+"""Vectors as callers have them, as something with a shape whose slices are arrays."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, stack
+
+from givens.storage.vectors import read
+
+TAKEN = (
+    "a tensor, an array, lists of numbers, an Arrow column of lists, a column or a frame of pandas "
+    "or polars, or the path of a file of vectors"
+)
+
+
+def as_vectors(x: Any, name: str = "x") -> Any:
+    """Vectors (N, n) in any of the forms that are taken; arrays and tensors are left as they are.
+
+    Args:
+        x: the vectors.
+        name: what an error calls them.
+    """
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, str | os.PathLike):
+        return read(x if isinstance(x, str) else Path(x), "train")
+    package = type(x).__module__.partition(".")[0]
+    if isinstance(x, list | tuple):
+        x = _stacked(x, name)
+    elif package == "pyarrow":
+        x = _from_arrow(x, name)
+    elif package in ("pandas", "polars"):
+        x = _from_frame(x, name)
+    sliced = all(hasattr(x, part) for part in ("shape", "dtype", "__getitem__", "__len__"))
+    # A sparse matrix has all of these, and no rows that could be sliced.
+    if not sliced or package == "scipy" or getattr(x.dtype, "kind", "f") not in "fiubV":
+        what = f"{type(x).__module__}.{type(x).__qualname__}" if package != "builtins" else ""
+        what = what or type(x).__name__
+        what += f" of {x.dtype}" if isinstance(x, np.ndarray) else ""
+        raise TypeError(f"{name} must be {TAKEN}, but got {what}")
+    return x
+
+
+def _stacked(rows: Any, name: str) -> Any:
+    """Rows of one length as an array or a tensor."""
+    rows = list(rows)
+    if rows and all(isinstance(row, Tensor) for row in rows):
+        if len({row.shape for row in rows}) == 1:
+            return stack(rows)
+        rows = [row.tolist() for row in rows]
+    lengths = [len(row) if hasattr(row, "__len__") and not _is_text(row) else None for row in rows]
+    for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if row is None or length != lengths[0]:
+            got = "null" if row is None else f"{length} numbers"
+            raise ValueError(
+                f"{name} must have vectors of one length, but row 0 has {lengths[0]} numbers and "
+                f"row {at} has {got}"
+            )
+    try:
+        return np.asarray(rows)
+    except ValueError as error:
+        raise TypeError(f"{name} must be {TAKEN}, but got lists of something else") from error
+
+
+def _is_text(row: Any) -> bool:
+    return isinstance(row, str | bytes)
+
+
+def _from_arrow(x: Any, name: str) -> Any:
+    """A column of lists, of one length and without nulls; a table's only one."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(x, pa.Table | pa.RecordBatch):
+        x = x.column(_only([field.name for field in x.schema if _is_list(field.type)], x, name))
+    if isinstance(x, pa.ChunkedArray):
+        x = x.combine_chunks()
+    if isinstance(x, pa.ExtensionArray):
+        x = x.storage
+    if not isinstance(x, pa.Array) or not _is_list(x.type):
+        what = f"{type(x).__name__} of {x.type}" if isinstance(x, pa.Array) else type(x).__name__
+        raise TypeError(f"{name} must be {TAKEN}, but got a pyarrow {what}")
+    lengths = pc.unique(pc.list_value_length(x)).to_pylist()
+    if x.null_count or len(lengths) > 1:
+        raise ValueError(
+            f"{name} must have vectors of one length without nulls, but got {x.null_count} nulls "
+            f"and the lengths {sorted(length for length in lengths if length is not None)[:8]}"
+        )
+    numbers = x.flatten()
+    if numbers.null_count:
+        raise ValueError(f"{name} must have numbers without nulls, but got {numbers.null_count}")
+    flat = numbers.to_numpy(zero_copy_only=False)
+    return flat.reshape(len(x), lengths[0] if lengths else 0)
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    kind = getattr(kind, "storage_type", kind)
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def _from_frame(x: Any, name: str) -> Any:
+    """A frame of numbers, or the one column of vectors in it; or that column itself."""
+    if hasattr(x, "columns"):
+        columns = list(x.columns)
+        if len(columns) > 1:
+            return x.to_numpy()
+        x = x[_only(columns, x, name)]
+    if not hasattr(x, "to_list"):
+        raise TypeError(f"{name} must be {TAKEN}, but got {type(x).__name__}")
+    values = x.to_numpy()
+    nested = values.dtype == object or hasattr(getattr(x, "dtype", None), "inner")
+    if nested:
+        return (
+            values if values.ndim == 2 and values.dtype != object else _stacked(x.to_list(), name)
+        )
+    # One number in a row is a vector of one dimension.
+    return values[:, None]
+
+
+def _only(columns: list[Any], x: Any, name: str) -> Any:
+    if len(columns) != 1:
+        raise TypeError(
+            f"{name} must have one column of vectors, but {type(x).__name__} has {columns[:8]}: "
+            "give one of them"
+        )
+    return columns[0]

@@ -1,0 +1,405 @@
+"""Semantic IDs: an item's vector as a few tokens, for recommenders that generate them.
+
+    residual stages    t_s = the nearest of L_s centroids to what the stages before have left
+    product tail       t_d = the codewords of what the last stage has left, rotated, cut into D
+
+Without stages the tail is all: the tokens of Faiss's "OPQ{m},IVF1,PQ{m}x8", by a learned rotation.
+Without a tail they are those of residual k-means, for which a rotation would change nothing: every
+centroid turns along, and every distance stays.
+
+An ID stays an item's own: `assign` changes it only where the item's codes change.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from givens.fixed.fit import SAMPLE, Method, Progress
+from givens.fixed.fit import fit as fit_quantizer
+from givens.fixed.sample import Sample
+from givens.kmeans import kmeans, nearest
+from givens.quantizer import BUFFER, KIND, Codes, Quantizer, load
+from givens.storage import files
+from givens.storage.given import as_vectors
+from givens.storage.vectors import chunks
+
+TOKENIZER = "tokenizer"
+Metric = Literal["l2", "cosine"]
+Integers = npt.NDArray[np.int64]
+Names = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Centroids of the residual stages and, behind them, the quantizer of what they leave."""
+
+    stages: Sequence[Float[Tensor, "L n"]]
+    tail: Quantizer | None
+    normalise: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not go together."""
+        if not self.stages and self.tail is None:
+            raise ValueError("a tokenizer needs stages or a tail, but got neither")
+        for stage in self.stages:
+            if stage.ndim != 2 or stage.shape[1] != self.dim or not stage.isfinite().all():
+                raise ValueError(
+                    f"stages must be finite and of shape (L, {self.dim}), "
+                    f"but got {tuple(stage.shape)}"
+                )
+
+    @property
+    def dim(self) -> int:
+        """The dimension n."""
+        return self.stages[0].shape[1] if self.tail is None else self.tail.dim
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many different tokens there are at each place."""
+        sizes = [len(stage) for stage in self.stages]
+        if self.tail is not None:
+            sizes += [] if self.tail.coarse is None else [len(self.tail.coarse)]
+            sizes += [self.tail.codewords] * self.tail.subspaces
+        return sizes
+
+    @property
+    def fingerprint(self) -> str:
+        """By which IDs and a tokenizer know that they belong together."""
+        digest = hashlib.sha256(f"{self.normalise}".encode())
+        for stage in self.stages:
+            digest.update(f"{tuple(stage.shape)}".encode() + stage.numpy().tobytes())
+        digest.update(b"" if self.tail is None else self.tail.fingerprint.encode())
+        return digest.hexdigest()[:32]
+
+    def encode(self, x: Any) -> Int64[Tensor, "N m"]:
+        """The tokens of vectors (N, n)."""
+        x = as_vectors(x)
+        return torch.cat([self._tokens(part)[0] for part in self._parts(x)])
+
+    def decode(self, tokens: Int64[Tensor, "N m"]) -> Float[Tensor, "N n"]:
+        """The vectors that tokens stand for."""
+        if tokens.ndim != 2 or tokens.shape[1] != len(self.sizes):
+            raise ValueError(
+                f"tokens must have shape (N, {len(self.sizes)}), but got {tuple(tokens.shape)}"
+            )
+        if ((tokens < 0) | (tokens >= torch.tensor(self.sizes))).any():
+            raise ValueError(f"tokens must be from 0 to below {self.sizes}, but some are not")
+        x = torch.zeros(len(tokens), self.dim)
+        for stage, column in zip(self.stages, tokens.T, strict=False):
+            x += stage[column]
+        if self.tail is not None:
+            coarse, rest = None, tokens[:, len(self.stages) :]
+            if self.tail.coarse is not None:
+                coarse, rest = rest[:, 0], rest[:, 1:]
+            x += self.tail.decode(Codes(rest.to(torch.uint8), coarse))
+        return x
+
+    def distortion(self, x: Any) -> float:
+        """The mean squared error of vectors (N, n), normalised ones where it is for cosine."""
+        x = as_vectors(x)
+        total = sum(float(self._tokens(part)[1]) for part in self._parts(x))
+        return total / len(x)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file, whole or not at all."""
+        tensors = {f"stage{at}": stage for at, stage in enumerate(self.stages)}
+        about: dict[str, Any] = {"stages": len(self.stages), "normalise": self.normalise}
+        if self.tail is not None:
+            tensors |= {"rotation": self.tail.rotation, "codebooks": self.tail.codebooks}
+            tensors |= {} if self.tail.coarse is None else {"coarse": self.tail.coarse}
+            about["metric"] = self.tail.metric
+        files.save(path, TOKENIZER, tensors, about)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Read what `save` wrote, or a quantizer, whose codes are the tokens."""
+        if files.read_header(path).kind == KIND:
+            return cls((), load(path))
+        contents = files.load(path, TOKENIZER)
+        parts, about = contents.tensors, contents.metadata
+        try:
+            stages = [parts[f"stage{at}"] for at in range(about["stages"])]
+            tail = None
+            if "metric" in about:
+                coarse = parts.get("coarse")
+                tail = Quantizer(parts["rotation"], parts["codebooks"], coarse, about["metric"])
+            return cls(stages, tail, about["normalise"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a tokenizer: {error}") from error
+
+    def _parts(self, x: Any) -> Iterator[Tensor]:
+        if len(x.shape) != 2 or x.shape[1] != self.dim or not len(x):
+            raise ValueError(f"x must have shape (N, {self.dim}), but got {tuple(x.shape)}")
+        at = 0
+        for part in chunks(x, BUFFER // max(self.dim, *self.sizes)):
+            good = part.isfinite().all(1)
+            if not good.all():
+                row = at + int((~good).nonzero()[0])
+                raise ValueError(f"x must be finite, but row {row} has NaN or infinite values")
+            yield torch.nn.functional.normalize(part) if self.normalise else part
+            at += len(part)
+
+    def _tokens(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of some vectors, and the sum of their squared errors."""
+        found = []
+        for stage in self.stages:
+            found.append(nearest(part, stage[None]).long())
+            part = part - stage[found[-1][:, 0]]
+        if self.tail is not None:
+            Y = self.tail.rotate(part)
+            codes = self.tail.encode_rotated(Y)
+            found += [] if codes.coarse is None else [codes.coarse[:, None]]
+            found.append(codes.fine.long())
+            part = Y - self.tail.codewords_of(codes)
+        return torch.cat(found, dim=1), part.square().sum(dtype=torch.float64)
+
+
+def fit(
+    x: Any,
+    subspaces: int = 8,
+    codewords: int = 256,
+    stages: Sequence[int] = (),
+    *,
+    method: Method | None = None,
+    metric: Metric = "l2",
+    seed: int = 0,
+    sample: int | None = SAMPLE,
+    callback: Callable[[Progress], None] | None = None,
+) -> Tokenizer:
+    """Learn a tokenizer of vectors (N, n): len(stages) + subspaces tokens an item.
+
+    Args:
+        x: vectors in any form that `givens.fit` takes.
+        subspaces: tokens of the product tail; must divide n. 0 for residual stages alone.
+        codewords: different tokens at each place of the tail, 2 to 256.
+        stages: different tokens of each residual stage before the tail.
+        method: how the tail's rotation is learned, as in `givens.fit`; "gcd-greedy" unless given.
+            Not for residual stages alone, which a rotation does not change.
+        metric: "l2", or "cosine", for which vectors are normalised.
+        seed: of everything that is drawn.
+        sample: how many vectors to look at, which are then in memory; None for all.
+        callback: told of every pass over the tail.
+    """
+    if metric not in ("l2", "cosine"):
+        raise ValueError(f"metric must be 'l2' or 'cosine', but got {metric!r}")
+    if subspaces == 0 and method is not None:
+        raise ValueError(
+            f"method must be left out with subspaces=0, but got {method!r}: residual stages turn "
+            "with any rotation of the vectors, and no token changes"
+        )
+    if subspaces == 0 and not stages:
+        raise ValueError("subspaces must be at least 1 where there are no stages, but got 0")
+    x = as_vectors(x)
+    if len(x.shape) != 2:
+        raise ValueError(f"x must have shape (N, n), but got {tuple(x.shape)}")
+    data = Sample(x, torch.device("cpu")).drawn(len(x) if sample is None else sample, seed)
+    data.check(metric)
+    if metric == "cosine":
+        data = data.seen(normalise=True)
+    left, centroids = data.x, []
+    for at, size in enumerate(stages):
+        if not 1 <= size <= len(left):
+            raise ValueError(f"stages must be in 1..{len(left)}, the vectors, but got {size}")
+        centroids.append(kmeans(left[:, None], size, seed=seed + at)[0])
+        left = left - centroids[-1][nearest(left, centroids[-1][None])[:, 0].long()]
+    tail = None
+    if subspaces:
+        how: dict[str, Any] = {"method": method or "gcd-greedy", "seed": seed, "sample": None}
+        tail = fit_quantizer(left, subspaces, codewords, callback=callback, **how)
+    return Tokenizer(centroids, tail, metric == "cosine")
+
+
+@dataclass(frozen=True, eq=False)
+class Ids:
+    """What items are called, and the tokens of each."""
+
+    names: Names
+    """(N,), all different: strings, or positions."""
+    tokens: Integers
+    """(N, m)."""
+
+    def __post_init__(self) -> None:
+        """Refuse what does not name every row once."""
+        if self.names.shape != self.tokens.shape[:1] or self.tokens.ndim != 2:
+            raise ValueError(
+                f"names must be {self.tokens.shape[:1]}, one for each row of tokens, "
+                f"but got {self.names.shape}"
+            )
+        if len(set(self.names.tolist())) != len(self.names):
+            raise ValueError("names must differ, but some come more than once")
+
+    def save(self, path: str | Path) -> None:
+        """Write .parquet with the columns item and tokens, or .npy with the tokens alone."""
+        if Path(path).suffix == ".npy":
+            with files.replacing(path) as temporary, temporary.open("wb") as file:
+                np.save(file, self.tokens.astype(np.int32))
+            return
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        flat = pa.array(self.tokens.astype(np.int32).ravel())
+        lists = pa.FixedSizeListArray.from_arrays(flat, self.tokens.shape[1])
+        table = pa.table({"item": self.names.tolist(), "tokens": lists})
+        with files.replacing(path) as temporary:
+            pq.write_table(table, temporary)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Ids":
+        """Read what `save` wrote."""
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        from givens.storage.vectors import read
+
+        if path.suffix == ".npy":
+            tokens = np.asarray(read(path)[:], np.int64)
+            return cls(np.arange(len(tokens)), tokens)
+        tokens = np.asarray(read(f"{path}:tokens")[:], np.int64)
+        import pyarrow.parquet as pq
+
+        if "item" not in pq.read_schema(path).names:
+            raise ValueError(f"{path} holds no IDs: it has no column 'item'")
+        names = pq.read_table(path, columns=["item"]).column(0).to_pylist()
+        return cls(np.array(names, object if names and isinstance(names[0], str) else None), tokens)
+
+
+@dataclass(frozen=True)
+class Churn:
+    """How the IDs of items differ from those they had."""
+
+    kept: int
+    changed: int
+    added: int
+    removed: int
+
+    @property
+    def rate(self) -> float:
+        """The part of the items known before whose ID is another one now."""
+        return self.changed / max(self.kept + self.changed, 1)
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """IDs, and what came of those before."""
+
+    ids: Ids
+    churn: Churn | None
+
+
+def assign(
+    codes: Int64[Tensor, "N m"],
+    names: Names | None = None,
+    *,
+    further: bool = False,
+    previous: Ids | None = None,
+) -> Assigned:
+    """IDs from the codes of items, with one further token on request so that all differ.
+
+    The further token counts the items of the same codes from 0. An item whose codes are those it
+    had before keeps its whole ID; none that an item had before goes to another one.
+
+    Args:
+        codes: (N, m), from `Tokenizer.encode`.
+        names: of the items, all different; their positions unless given.
+        further: whether items of the same codes are told apart.
+        previous: the IDs of before, by the same tokenizer.
+    """
+    fresh = codes.numpy().astype(np.int64)
+    N, m = fresh.shape
+    ids = Ids(np.arange(N) if names is None else np.asarray(names), fresh)
+    if previous is None:
+        tokens = np.column_stack([fresh, _numbers(fresh)]) if further else fresh
+        return Assigned(Ids(ids.names, tokens), None)
+    if previous.tokens.shape[1] != m + further:
+        raise ValueError(
+            f"previous must have {m + further} tokens an item, as asked for now, "
+            f"but got {previous.tokens.shape[1]}"
+        )
+    rows = {name: row for row, name in enumerate(previous.names.tolist())}
+    at = np.array([rows.get(name, -1) for name in ids.names.tolist()], np.int64)
+    known = at >= 0
+    if not known.any():
+        raise ValueError(
+            f"previous must know some of the items, but none: it has "
+            f"{previous.names.tolist()[0]!r}, where now there is {ids.names.tolist()[0]!r}"
+        )
+    stays = known & (fresh == previous.tokens[at, :m]).all(1)
+    tokens = fresh
+    if further:
+        held = np.where(stays, previous.tokens[at, m], -1)
+        tokens = np.column_stack([fresh, _numbers(fresh, held, previous.tokens)])
+    kept = int(stays.sum())
+    changed = int(known.sum()) - kept
+    removed = len(previous.names) - int(known.sum())
+    return Assigned(Ids(ids.names, tokens), Churn(kept, changed, int((~known).sum()), removed))
+
+
+@dataclass(frozen=True)
+class Report:
+    """How good IDs are: how many share one, and how evenly tokens are used."""
+
+    colliding: float
+    """The part of the items whose codes another item has too."""
+    distinct: int
+    """Different codes."""
+    largest: int
+    """Items that share the most common one."""
+    perplexity: list[float]
+    """At each place: as many tokens, used alike, would be as uncertain."""
+    used: list[int]
+    """At each place: tokens that some item has."""
+    imbalance: list[float]
+    """At each place: 1 where all tokens are used alike, as many as there are where one is."""
+
+
+def report(codes: Int64[Tensor, "N m"], sizes: Sequence[int]) -> Report:
+    """What there is to say of codes, of so many different tokens at each place."""
+    _, counts = np.unique(codes.numpy(), axis=0, return_counts=True)
+    perplexity, used, imbalance = [], [], []
+    for column, size in zip(codes.T, sizes, strict=True):
+        p = torch.bincount(column, minlength=size).double() / len(codes)
+        perplexity.append(float(torch.special.entr(p).sum().exp()))
+        used.append(int((p > 0).sum()))
+        imbalance.append(float(size * p.square().sum()))
+    shared = counts[counts > 1]
+    return Report(
+        float(shared.sum() / len(codes)),
+        len(counts),
+        int(counts.max()),
+        perplexity,
+        used,
+        imbalance,
+    )
+
+
+def _numbers(
+    codes: Integers, held: Integers | None = None, before: Integers | None = None
+) -> Integers:
+    """A number for each item that no other item of its codes has, nor had before.
+
+    Where `held` is not negative it is that.
+    """
+    N, m = codes.shape
+    known = codes if before is None else np.concatenate([codes, before[:, :m]])
+    groups = np.unique(known, axis=0, return_inverse=True)[1].ravel().tolist()
+    taken: dict[int, set[int]] = {}
+    if before is not None:
+        for group, number in zip(groups[N:], before[:, m].tolist(), strict=True):
+            taken.setdefault(group, set()).add(number)
+    numbers = np.full(N, -1) if held is None else held.copy()
+    following: dict[int, int] = {}
+    for row in np.flatnonzero(numbers < 0).tolist():
+        group = groups[row]
+        number, used = following.get(group, 0), taken.get(group, ())
+        while number in used:
+            number += 1
+        numbers[row], following[group] = number, number + 1
+    return numbers
