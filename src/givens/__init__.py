@@ -14,6 +14,7 @@ from givens.rotation import (
     rotate_pairs_,
     skew_gradient,
 )
+from givens.search import ground_truth, recall
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "baselines",
     "fit",
     "greedy_pairs",
+    "ground_truth",
     "kernels",
     "load",
     "orthogonality_error",
@@ -33,6 +35,7 @@ __all__ = [
     "project",
     "random_pairs",
     "random_rotation",
+    "recall",
     "rotate_pairs_",
     "skew_gradient",
     "steepest_pairs",

@@ -15,6 +15,7 @@ from givens.cli.build import build
 from givens.cli.demo import demo
 from givens.cli.evaluate import evaluate
 from givens.cli.fit import fit
+from givens.cli.groundtruth import groundtruth
 from givens.cli.inspect import inspect
 from givens.cli.paper import app as paper
 from givens.cli.report import report
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (fit, build, search, evaluate, train, report, inspect, demo):
+for command in (fit, build, search, groundtruth, evaluate, train, report, inspect, demo):
     app.command()(command)
 app.add_typer(paper)
 
