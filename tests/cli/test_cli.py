@@ -1,4 +1,5 @@
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -408,6 +409,14 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
             ["groundtruth", "x.npy", "x.npy", "-o", "t.npy", "--metric", "l1"],
             "metric must be one of 'l2', 'ip', 'cosine', but got 'l1'",
         ),
+        (["compare", "x.npy", "-o", "c.pdf"], "c.pdf must end in .html"),
+        (["compare", "x.npy", "--bytes", "x"], "--bytes must be whole numbers such as 16,32"),
+        (["compare", "x.npy", "--bytes", "0"], "bytes must be positive numbers"),
+        (["compare", "x.npy", "--methods", "magic"], "methods must be among 'givens', 'pq'"),
+        (["compare", "x.npy"], "vectors must be at least 3,000 to compare, but got 2,000"),
+        (["compare", "none.npy"], "there is no file none.npy"),
+        (["compare", "nan.npy", "--queries", "x.npy"], "vectors must be finite, but row 3"),
+        (["compare", "x.npy", "--queries", "narrow.npy"], "queries must have 16 dimensions"),
         (["inspect", "cut.faiss"], "cut.faiss is not a Faiss index, or not all of one: "),
         (["report", "none"], "there is no run in none, which is no folder; make one with `givens"),
         (["report", "."], "there is no run in ., which has no config.json; make one with"),
@@ -514,18 +523,24 @@ def test_rows_outside_the_sample_may_be_anything(folder, monkeypatch):
 
 @pytest.mark.parametrize(
     "command",
-    ["build flat.safetensors x.npy -o i.faiss", "search i.faiss x.npy", "report .", "demo -o d"],
+    [
+        "build flat.safetensors x.npy -o i.faiss",
+        "search i.faiss x.npy",
+        "report .",
+        "demo -o d",
+        "compare x.npy",
+    ],
 )
 def test_without_faiss_it_says_what_to_install(folder, monkeypatch, command):
     monkeypatch.chdir(folder)
     before = names(folder)
     monkeypatch.setitem(sys.modules, "faiss", None)
     # Imported anew, and put back afterwards.
-    for package in ("export", "report"):
+    packages = ("export", "report", "compare")
+    for package in packages:
+        importlib.import_module(f"givens.{package}")
         monkeypatch.setattr(givens, package, getattr(givens, package))
-    for name in [
-        name for name in sys.modules if name.startswith(("givens.export", "givens.report"))
-    ]:
+    for name in [name for name in sys.modules if name.split(".")[1:2] in [[p] for p in packages]]:
         monkeypatch.delitem(sys.modules, name)
     done = main_in_process(command.split())
     assert done.code == 1
@@ -774,5 +789,30 @@ def test_truth_by_ids_of_the_users_choosing(folder, monkeypatch):
         invoke("evaluate", "index.faiss", "queries.npy", "--exact", "x.npy", *ids)
         found.append(json.loads(Path("evaluation/rows.json").read_text())["rows"][0]["recall@10"])
     assert found[0] == found[1] > 0.3
-    done = main_in_process("evaluate index.faiss queries.npy --exact x.npy".split())
+    done = main_in_process(["evaluate", "index.faiss", "queries.npy", "--exact", "x.npy"])
     assert done.error.startswith("givens: --exact needs --ids ids.npy")
+
+
+def test_compare_writes_a_page_and_its_rows(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    options = ["--bytes", "4,8", "--trained", "2000", "--queries", "queries.npy"]
+    methods = ["--methods", "givens,pq,sq8"]
+    told = invoke("compare", "x.npy", *options, *methods, "-o", "page.html")
+    assert told.startswith("For these vectors take ")
+    assert "At 8 bytes (4 bits a dimension): " in told
+    rows = json.loads(Path("page.json").read_text())["rows"]
+    assert [(row["method"], row["budget"]) for row in rows] == [
+        (method, size) for method in ("givens", "pq", "sq8") for size in (4, 8)
+    ]
+    page = Path("page.html").read_text()
+    assert all(f"{100 * row['recall@10']:.1f} %" in page for row in rows)
+    # Again: nothing is measured anew.
+    monkeypatch.setattr("givens.compare.run.measured", None)
+    assert invoke("compare", "x.npy", *options, *methods, "-o", "page.html").splitlines()[0] in told
+
+
+def test_the_help_of_compare_names_every_method():
+    from givens.compare.methods import METHODS
+
+    told = " ".join(invoke("compare", "--help").replace("│", " ").split())
+    assert ", ".join(METHODS) in told

@@ -12,6 +12,7 @@ import typer
 import givens
 from givens import distributed
 from givens.cli.build import build
+from givens.cli.compare import compare
 from givens.cli.demo import demo
 from givens.cli.evaluate import evaluate
 from givens.cli.fit import fit
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (fit, build, search, groundtruth, evaluate, train, report, inspect, demo):
+for command in (fit, build, search, groundtruth, evaluate, compare, train, report, inspect, demo):
     app.command()(command)
 app.add_typer(paper)
 
