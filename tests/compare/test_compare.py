@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import faiss
 import numpy as np
@@ -270,16 +271,16 @@ def test_options_that_cannot_be():
         ({"bytes": ()}, "bytes must be positive"),
         ({"bytes": (0, 4)}, "bytes must be positive"),
         ({"minutes": 0.0}, "minutes must be positive"),
-        ({"trained": 10}, "sample and trained must be at least 2,000"),
+        ({"trained": 10}, "sample and trained must be at least 1,000"),
         ({"threads": 0}, "threads must be at least 1"),
     ]
     for change, message in cases:
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(SMALL, **change).check()
     with pytest.raises(
-        ValueError, match="vectors must be at least 3,000 to compare, but got 2,600"
+        ValueError, match="vectors must be at least 2,000 to compare, but got 1,900"
     ):
-        run.split(np.zeros((N, 2), np.float32), None, SMALL)
+        run.split(np.zeros((1900, 2), np.float32), None, SMALL)
     with pytest.raises(ValueError, match="queries must have 2 dimensions"):
         run.split(np.zeros((N, 2), np.float32), np.zeros((3, 4), np.float32), SMALL)
     hole = torch.zeros(N, 2)
@@ -295,3 +296,35 @@ def test_ours_is_what_fit_makes(x):
 
     q = givens.fit(torch.from_numpy(x), 8, seed=3, sample=None)
     assert from_faiss(index).fingerprint == q.fingerprint
+
+
+@pytest.mark.parametrize("name", ["sift", "words"])
+def test_docs_tell_what_was_measured(name):
+    """The advice and the best of each family, as the rows have them."""
+    root = Path(__file__).parents[2]
+    told = (root / "docs" / "compare.md").read_text()
+    result = json.loads((root / "results" / f"compare-{name}.json").read_text())
+    for line in page.advice(result):
+        assert f"> {line}" in told
+    assert table(result["rows"]) in told
+
+
+def table(rows):
+    """Recall@10 without lists: the best of each family at each number of bytes."""
+    sizes = sorted({row["budget"] for row in rows})
+    lines = [
+        f"| | {' | '.join(f'{size} bytes' for size in sizes)} |",
+        "|---" * (len(sizes) + 1) + "|",
+    ]
+    for family, methods in page.FAMILIES.items():
+        cells = []
+        for size in sizes:
+            found = [
+                row["recall@10"]
+                for row in rows
+                if row["budget"] == size and row["method"] in methods and row["form"] != "ivf"
+            ]
+            cells.append(f"{100 * max(found):.1f} %" if found else "–")
+        if set(cells) != {"–"}:
+            lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(lines)

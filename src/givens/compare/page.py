@@ -26,7 +26,11 @@ FAMILIES = {
 # So many standard errors apart is a difference.
 ERRORS = 2.0
 PERCENT = Axis("recall@10", write=lambda value: f"{100 * value:.0f} %")
-SPEED = Axis("queries a second", log=True, write=lambda value: f"{value:,.4g}")
+SPEED = Axis(
+    "queries a second",
+    log=True,
+    write=lambda value: f"{value / 1000:,.3g}k" if value >= 1000 else f"{value:,.3g}",
+)
 BYTES = Axis("bytes a vector", log=True, write=lambda value: f"{value:,.0f}")
 
 

@@ -33,7 +33,7 @@ from givens.storage.vectors import rows_of
 BYTES = (16, 32, 64, 96)
 # Vectors that are searched, that indexes learn from, and queries held out.
 SAMPLE, TRAINED, QUERIES = 200_000, 65_536, 1_000
-LEAST = 2_000
+LEAST = 1_000
 # Neighbours that are looked for, which are the candidates of a re-ranking, too.
 K = 100
 # Queries that are timed, in so many passes.
