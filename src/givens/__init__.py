@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         rotate_pairs_,
         skew_gradient,
     )
+    from givens.search import ground_truth, recall
 
 # Imported where they are first used: torch takes seconds, in which a command has to hear Ctrl-C.
 _PLACES = {
@@ -35,6 +36,7 @@ _PLACES = {
         "rotate_pairs_",
         "skew_gradient",
     ),
+    "search": ("ground_truth", "recall"),
 }
 
 __version__ = "0.1.0"
@@ -48,6 +50,7 @@ __all__ = [
     "baselines",
     "fit",
     "greedy_pairs",
+    "ground_truth",
     "kernels",
     "load",
     "orthogonality_error",
@@ -55,6 +58,7 @@ __all__ = [
     "project",
     "random_pairs",
     "random_rotation",
+    "recall",
     "rotate_pairs_",
     "skew_gradient",
     "steepest_pairs",

@@ -1,4 +1,5 @@
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -20,8 +21,9 @@ from typer.testing import CliRunner
 
 import givens
 from givens.cli import Interrupted, app, main
-from givens.cli.evaluate import first_recall, recall
 from givens.export.faiss import from_faiss
+from givens.search import first_recall, recall
+from givens.storage import vectors
 
 n = 16
 
@@ -82,7 +84,19 @@ def folder(tmp_path):
     return tmp_path
 
 
-COMMANDS = ("fit", "build", "search", "evaluate", "train", "tokens", "report", "inspect", "demo")
+COMMANDS = (
+    "fit",
+    "build",
+    "search",
+    "groundtruth",
+    "evaluate",
+    "compare",
+    "train",
+    "tokens",
+    "report",
+    "inspect",
+    "demo",
+)
 
 
 def test_version_and_help():
@@ -378,6 +392,32 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
             ["evaluate", "good.faiss", "queries.npy", "--groundtruth", "same.npy"],
             "--groundtruth must have each neighbour of a query once, but row 0 has one twice",
         ),
+        (
+            ["evaluate", "good.faiss", "queries.npy", "--exact", "narrow.npy"],
+            "--exact must be the 2000 vectors of the index",
+        ),
+        (["evaluate", "good.faiss", "queries.npy"], "give either --groundtruth FILE or --exact"),
+        (
+            ["evaluate", "good.faiss", "queries.npy", "--groundtruth", "x.npy", "--ids", "x.npy"],
+            "--ids goes with --exact",
+        ),
+        (["groundtruth", "x.npy", "queries.npy", "-o", "t.txt"], "t.txt must end in .npy or"),
+        (["groundtruth", "x.npy", "queries.npy", "-o", "x.npy"], "--output must not be x.npy"),
+        (["groundtruth", "x.npy", "narrow.npy", "-o", "t.npy"], "queries must have 16 dimensions"),
+        (["groundtruth", "nan.npy", "x.npy", "-o", "t.npy"], "x must be finite, but row 3"),
+        (["groundtruth", "x.npy", "x.npy", "-o", "t.npy", "-k", "0"], "k must be in 1..2000"),
+        (
+            ["groundtruth", "x.npy", "x.npy", "-o", "t.npy", "--metric", "l1"],
+            "metric must be one of 'l2', 'ip', 'cosine', but got 'l1'",
+        ),
+        (["compare", "x.npy", "-o", "c.pdf"], "c.pdf must end in .html"),
+        (["compare", "x.npy", "--bytes", "x"], "--bytes must be whole numbers such as 16,32"),
+        (["compare", "x.npy", "--bytes", "0"], "bytes must be positive numbers"),
+        (["compare", "x.npy", "--methods", "magic"], "methods must be among 'givens', 'pq'"),
+        (["compare", "few.npy"], "vectors must be at least 2,000 to compare, but got 5"),
+        (["compare", "none.npy"], "there is no file none.npy"),
+        (["compare", "nan.npy", "--queries", "x.npy"], "vectors must be finite, but row 3"),
+        (["compare", "x.npy", "--queries", "narrow.npy"], "queries must have 16 dimensions"),
         (["inspect", "cut.faiss"], "cut.faiss is not a Faiss index, or not all of one: "),
         (["report", "none"], "there is no run in none, which is no folder; make one with `givens"),
         (["report", "."], "there is no run in ., which has no config.json; make one with"),
@@ -454,7 +494,7 @@ def test_neighbours_that_are_not_there_are_not_missed():
     found, truth = np.array([[1, 2], [3, 4], [5, 6]]), np.array([[2, -1], [7, 4], [-1, -1]])
     assert recall(found, truth, 2) == (1 + 1 / 2) / 2
     assert first_recall(found, truth, 2) == 1 / 2
-    assert recall(-np.ones((1, 2)), np.array([[1, -1]]), 2) == 0
+    assert recall(np.array([[-1, -1]]), np.array([[1, -1]]), 2) == 0
 
 
 def test_a_picture_of_another_index_does_not_stay(folder, monkeypatch):
@@ -484,18 +524,24 @@ def test_rows_outside_the_sample_may_be_anything(folder, monkeypatch):
 
 @pytest.mark.parametrize(
     "command",
-    ["build flat.safetensors x.npy -o i.faiss", "search i.faiss x.npy", "report .", "demo -o d"],
+    [
+        "build flat.safetensors x.npy -o i.faiss",
+        "search i.faiss x.npy",
+        "report .",
+        "demo -o d",
+        "compare x.npy",
+    ],
 )
 def test_without_faiss_it_says_what_to_install(folder, monkeypatch, command):
     monkeypatch.chdir(folder)
     before = names(folder)
     monkeypatch.setitem(sys.modules, "faiss", None)
     # Imported anew, and put back afterwards.
-    for package in ("export", "report"):
+    packages = ("export", "report", "compare")
+    for package in packages:
+        importlib.import_module(f"givens.{package}")
         monkeypatch.setattr(givens, package, getattr(givens, package))
-    for name in [
-        name for name in sys.modules if name.startswith(("givens.export", "givens.report"))
-    ]:
+    for name in [name for name in sys.modules if name.split(".")[1:2] in [[p] for p in packages]]:
         monkeypatch.delitem(sys.modules, name)
     done = main_in_process(command.split())
     assert done.code == 1
@@ -761,3 +807,70 @@ def test_train_bad_input_is_one_line(clicks, monkeypatch, options, message):
     assert done.code == 1
     assert message in done.error
     assert len(done.error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("metric", "kind"), [("l2", "Flat"), ("ip", "HNSW8"), ("cosine", "SQ8")])
+@pytest.mark.parametrize("suffix", ["npy", "ivecs"])
+def test_truth_is_found_and_used(folder, monkeypatch, metric, kind, suffix):
+    """By the command alone, and by `evaluate` itself, for indexes without a quantizer too."""
+    monkeypatch.chdir(folder)
+    options = ["-k", 30, "--metric", metric]
+    told = invoke("groundtruth", "x.npy", "queries.npy", "-o", f"t.{suffix}", *options)
+    assert "Found the 30 nearest of 2,000 vectors to 50 queries" in told
+    x, queries = np.load("x.npy"), np.load("queries.npy")
+    truth = givens.ground_truth(x, queries, 30, metric)
+    assert np.array_equal(vectors.read(f"t.{suffix}")[:], truth)
+    assert json.loads(Path(f"t.{suffix}.json").read_text())["configuration"]["metric"] == metric
+
+    by = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
+    index = faiss.index_factory(n, f"L2norm,{kind}" if metric == "cosine" else kind, by)
+    index.train(x)
+    index.add(x)
+    faiss.write_index(index, "index.faiss")
+    rows = []
+    for given in (["--groundtruth", f"t.{suffix}"], ["--exact", "x.npy"]):
+        invoke("evaluate", "index.faiss", "queries.npy", *given)
+        rows.append(json.loads(Path("evaluation/rows.json").read_text())["rows"][0])
+    found = recall(index.search(queries, 10)[1], truth, 10)
+    assert rows[0]["recall@10"] == rows[1]["recall@10"] == pytest.approx(found)
+    assert "recall@100" in rows[1]
+    invoke("search", "index.faiss", "queries.npy", "-o", "n.npy", "--rerank", "x.npy")
+    assert recall(np.load("n.npy"), truth, 10) >= found
+
+
+def test_truth_by_ids_of_the_users_choosing(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    np.save("ids.npy", np.random.default_rng(0).permutation(5000)[:2000])
+    found = []
+    for ids in ([], ["--ids", "ids.npy"]):
+        invoke("build", "flat.safetensors", "x.npy", "-o", "index.faiss", *ids)
+        invoke("evaluate", "index.faiss", "queries.npy", "--exact", "x.npy", *ids)
+        found.append(json.loads(Path("evaluation/rows.json").read_text())["rows"][0]["recall@10"])
+    assert found[0] == found[1] > 0.3
+    done = main_in_process(["evaluate", "index.faiss", "queries.npy", "--exact", "x.npy"])
+    assert done.error.startswith("givens: --exact needs --ids ids.npy")
+
+
+def test_compare_writes_a_page_and_its_rows(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    options = ["--bytes", "4,8", "--trained", "2000", "--queries", "queries.npy"]
+    methods = ["--methods", "givens,pq,sq8"]
+    told = invoke("compare", "x.npy", *options, *methods, "-o", "page.html")
+    assert told.startswith("For these vectors take ")
+    assert "At 8 bytes (4 bits a dimension): " in told
+    rows = json.loads(Path("page.json").read_text())["rows"]
+    assert [(row["method"], row["budget"]) for row in rows] == [
+        (method, size) for method in ("givens", "pq", "sq8") for size in (4, 8)
+    ]
+    page = Path("page.html").read_text()
+    assert all(f"{100 * row['recall@10']:.1f} %" in page for row in rows)
+    # Again: nothing is measured anew.
+    monkeypatch.setattr("givens.compare.run.measured", None)
+    assert invoke("compare", "x.npy", *options, *methods, "-o", "page.html").splitlines()[0] in told
+
+
+def test_the_help_of_compare_names_every_method():
+    from givens.compare.methods import METHODS
+
+    told = " ".join(invoke("compare", "--help").replace("│", " ").split())
+    assert ", ".join(METHODS) in told

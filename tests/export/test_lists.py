@@ -21,7 +21,7 @@ N, n, L, ROWS = 300, 8, 5, 100
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Three shards."""
-    monkeypatch.setattr("givens.export.faiss.BUFFER", n * ROWS)
+    monkeypatch.setattr("givens.export.source.BUFFER", n * ROWS)
     monkeypatch.setattr(shards, "ROWS", ROWS)
 
 

@@ -12,9 +12,11 @@ import typer
 import givens
 from givens import distributed
 from givens.cli.build import build
+from givens.cli.compare import compare
 from givens.cli.demo import demo
 from givens.cli.evaluate import evaluate
 from givens.cli.fit import fit
+from givens.cli.groundtruth import groundtruth
 from givens.cli.inspect import inspect
 from givens.cli.paper import app as paper
 from givens.cli.report import report
@@ -30,7 +32,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (fit, build, search, evaluate, train, tokens, report, inspect, demo):
+COMMANDS = (
+    fit,
+    build,
+    search,
+    groundtruth,
+    evaluate,
+    compare,
+    train,
+    tokens,
+    report,
+    inspect,
+    demo,
+)
+for command in COMMANDS:
     app.command()(command)
 app.add_typer(paper)
 

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import typer
 
 from givens.cli import output as out
-from givens.cli.search import batches, check_queries, open_index
+from givens.cli.search import names_of
+from givens.search import batches, check_queries, first_recall, ground_truth, open_index, recall
 from givens.storage import files, vectors
 
 KS = (1, 10, 100)
@@ -26,8 +27,18 @@ def evaluate(
     ],
     queries: Annotated[str, typer.Argument(help="The query vectors.")],
     groundtruth: Annotated[
-        str, typer.Option(help="File of the queries' true neighbours, nearest first.")
-    ],
+        str | None,
+        typer.Option(help="File of the queries' true neighbours, nearest first."),
+    ] = None,
+    exact: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BASE", help="The vectors in the index: the true neighbours are found first."
+        ),
+    ] = None,
+    ids: Annotated[
+        str | None, typer.Option(help="The --ids that the index was built with, for --exact.")
+    ] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the results.")] = Path(
         "evaluation"
     ),
@@ -43,29 +54,24 @@ def evaluate(
     until more brings nothing, and drawn in recall.png.
 
     Example: givens evaluate index.faiss queries.fvecs --groundtruth groundtruth.ivecs
+
+    Example: givens evaluate index.faiss queries.fvecs --exact base.fvecs
     """
     from givens.export.faiss import code_size, inverted
 
+    if (groundtruth is None) == (exact is None):
+        raise ValueError("give either --groundtruth FILE or --exact BASE")
+    if exact is None and ids is not None:
+        raise ValueError("--ids goes with --exact")
     cores = os.cpu_count() or 1
     if not 0 <= threads <= cores:
         raise ValueError(f"--threads must be 0, for all, to {cores} on this machine, not {threads}")
     stored = open_index(index, mapped=mapped)
     asked = vectors.read(queries, "test")
-    truth = vectors.read(groundtruth, "neighbors")[:]
-    if len(truth) != len(asked) or truth.dtype.kind not in "iu":
-        raise ValueError(
-            f"--groundtruth must be integers for {len(asked)} queries, but got {truth.dtype} "
-            f"of shape {truth.shape}"
-        )
-    if not (truth[:, 0] >= 0).any():
-        raise ValueError("--groundtruth must have neighbours, but has none first in its rows")
-    ordered = np.sort(truth, axis=1)
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if twice.any():
-        raise ValueError(
-            f"--groundtruth must have each neighbour of a query once, but row "
-            f"{int(twice.any(1).argmax())} has one twice; are these ids?"
-        )
+    if exact is not None:
+        truth = _exact(stored, asked, exact, ids)
+    else:
+        truth = _read_truth(f"{groundtruth}", len(asked))
     ks = [k for k in KS if k <= min(truth.shape[1], stored.index.ntotal)]
     check_queries(stored.index, asked, max(ks, default=1))
     for _ in batches(asked):
@@ -75,12 +81,14 @@ def evaluate(
     # Before the work: a missing package, or a folder that cannot be written.
     pyplot = None if lists is None else out.pyplot()
     written = [output / "rows.json", *([] if pyplot is None else [output / PICTURE])]
-    out.check_folder(output, ("rows.json", PICTURE), (index, queries, groundtruth))
+    out.check_folder(output, ("rows.json", PICTURE), (index, queries, groundtruth, exact))
     with out.folder(output):
         files.check_writable(written[0])
         with out.progress("evaluating") as bar:
             rows = _sweep(stored.index, lists, asked, truth, ks, threads, bar)
-        about = out.record(None, "cpu", index=index, queries=queries, groundtruth=groundtruth)
+        about = out.record(
+            None, "cpu", index=index, queries=queries, groundtruth=groundtruth, exact=exact
+        )
         code = code_size(stored.index)
         whole = out.bytes_of(index) / stored.index.ntotal
         about |= {"rows": rows, "bytes_a_vector": {"code": code, "file": whole}}
@@ -101,20 +109,44 @@ def evaluate(
     typer.echo(f"Next: {again}, for more recall")
 
 
-def recall(found: npt.NDArray[Any], truth: npt.NDArray[Any], k: int) -> float:
-    """|top-k ∩ true-k| / |true-k|, the mean over queries; −1 stands for no neighbour."""
-    parts = []
-    for mine, true in zip(found[:, :k], truth[:, :k], strict=True):
-        true = true[true >= 0]
-        if len(true):
-            parts.append(len(np.intersect1d(mine, true)) / len(true))
-    return float(np.mean(parts))
+def _read_truth(groundtruth: str, queries: int) -> npt.NDArray[Any]:
+    """True neighbours from a file."""
+    truth = vectors.read(groundtruth, "neighbors")[:]
+    if len(truth) != queries or truth.dtype.kind not in "iu":
+        raise ValueError(
+            f"--groundtruth must be integers for {queries} queries, but got {truth.dtype} "
+            f"of shape {truth.shape}"
+        )
+    if not (truth[:, 0] >= 0).any():
+        raise ValueError("--groundtruth must have neighbours, but has none first in its rows")
+    ordered = np.sort(truth, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        raise ValueError(
+            f"--groundtruth must have each neighbour of a query once, but row "
+            f"{int(twice.any(1).argmax())} has one twice; are these ids?"
+        )
+    return truth
 
 
-def first_recall(found: npt.NDArray[Any], truth: npt.NDArray[Any], k: int) -> float:
-    """How often the nearest neighbour is among the first k found."""
-    known = truth[:, 0] >= 0
-    return float((found[known, :k] == truth[known, :1]).any(1).mean())
+def _exact(stored: Any, asked: Any, base: str, ids: str | None) -> npt.NDArray[Any]:
+    """True neighbours among the vectors of the index, found by the index's own metric."""
+    from givens.export.faiss import metric_of
+
+    original = vectors.read(base, "train")
+    names = names_of(stored, original, ids, "--exact")
+    if len(original) != stored.index.ntotal:
+        raise ValueError(
+            f"--exact must be the {stored.index.ntotal} vectors of the index, but got "
+            f"{len(original)}"
+        )
+    check_queries(stored.index, asked, 1)
+    k = min(KS[-1], len(original))
+    with out.progress("exact neighbours") as bar:
+        bar.start(len(asked) * len(original))
+        found = ground_truth(original, asked, k, metric_of(stored.index), progress=bar.advance)
+    truth: npt.NDArray[Any] = found.numpy()
+    return truth if names is None else names[truth]
 
 
 def _sweep(

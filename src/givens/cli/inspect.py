@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from givens.cli.output import command
-from givens.cli.search import open_index
 from givens.quantizer import KIND, Quantizer, load
+from givens.search import open_index
 from givens.storage import files, vectors
 
 # Of a folder of shards; `givens.export.shards` needs Faiss.

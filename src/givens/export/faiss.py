@@ -38,6 +38,7 @@ from givens.export.parts import (
     from_faiss,
     inverted,
     is_quantized,
+    metric_of,
     replace_parts,
 )
 from givens.export.source import FAR, Source, checked_ids, slice_rows
@@ -59,6 +60,7 @@ __all__ = [
     "inverted",
     "is_quantized",
     "load_index",
+    "metric_of",
     "packed",
     "recording",
     "replace_parts",
@@ -114,8 +116,12 @@ def fit_opq(
     coarse: int = 0,
     *,
     metric: Metric = "l2",
+    identity: bool = False,
 ) -> Quantizer:
-    """What Faiss's own OPQ and PQ make of vectors, with its defaults: to compare with."""
+    """What Faiss's own OPQ and PQ make of vectors, with its defaults: to compare with.
+
+    Its rotation starts at random, or from the identity where that is asked for.
+    """
     nbits = (codewords - 1).bit_length()
     if codewords != 1 << nbits:
         raise ValueError(f"codewords must be a power of two for Faiss, but got {codewords}")
@@ -127,9 +133,14 @@ def fit_opq(
     n = x.shape[1]
     lists = f"IVF{coarse}," if coarse else ""
     by = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
-    index: Any = faiss.index_factory(n, f"OPQ{subspaces}_{n},{lists}PQ{subspaces}x{nbits}", by)
+    # "np": Faiss would reorder codewords, which changes no distance and takes longer than k-means.
+    text = f"OPQ{subspaces}_{n},{lists}PQ{subspaces}x{nbits}{'' if coarse else 'np'}"
+    index: Any = faiss.index_factory(n, text, by)
     rotation: Any = faiss.downcast_VectorTransform(index.chain.at(0))
     rotation.pq = alternated = faiss.ProductQuantizer(n, subspaces, nbits)
+    if identity:
+        # What training finds in A it starts from.
+        faiss.copy_array_to_vector(np.eye(n, dtype=np.float32).ravel(), rotation.A)
     # They warn of fewer than 39 vectors for each codeword, which is what there may be.
     for pq in (alternated, core_of(index).pq):
         pq.cp.min_points_per_centroid = 1

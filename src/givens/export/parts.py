@@ -191,3 +191,18 @@ def _unwrapped(index: Any) -> tuple[npt.NDArray[np.float32], bool, Any]:
     if not hasattr(index, "pq"):
         raise ValueError(f"index must have a product quantizer, but got {type(index).__name__}")
     return A, normalised, index
+
+
+def metric_of(index: Any) -> Metric:
+    """What an index of any kind ranks by: after a normalisation, it is the cosine."""
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexIDMap):
+        return metric_of(index.index)
+    by = index.metric_type
+    if by not in (faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT):
+        raise ValueError(f"index must be by L2 or inner product, but got {by}")
+    if isinstance(index, faiss.IndexPreTransform):
+        chain: Any = index.chain
+        if isinstance(faiss.downcast_VectorTransform(chain.at(0)), faiss.NormalizationTransform):
+            return "cosine"
+    return "l2" if by == faiss.METRIC_L2 else "ip"

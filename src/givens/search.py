@@ -1,0 +1,347 @@
+"""Exact neighbours, how many of them an index finds, and its candidates ranked again.
+
+Distances are compared in float64; float32 products only say which vectors cannot be among the
+nearest. With u = 2⁻²⁴ such a product of n numbers is off by at most n·u·‖q‖·‖x‖, in any order of
+summation, so that what is left out is known to be farther.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from givens.checks import check_lengths, check_table
+from givens.quantizer import Metric
+from givens.rotation import full_precision
+from givens.storage.given import as_vectors
+from givens.storage.vectors import Vectors, as_float, chunks
+
+# Rows of scores (queries, vectors) that are held at once, and numbers of vectors or queries.
+SCORES, NUMBERS = 1 << 22, 1 << 26
+BLOCK = 512
+ROUNDING = 2.0**-24
+# Queries searched at once: a batch for a bar to move, large enough for Faiss's threads.
+BATCH = 1024
+# Below it a norm counts as this, as in torch.nn.functional.normalize.
+SMALLEST = 1e-12
+
+
+def ground_truth(
+    x: Any,
+    queries: Any,
+    k: int = 100,
+    metric: Metric = "l2",
+    *,
+    progress: Callable[[int], object] | None = None,
+) -> Tensor:
+    """The k nearest of x to each query, nearest first: (Q, k) int64, where x is.
+
+    Exact: of float32 values, compared in float64; of two at the same distance the smaller id comes
+    first. Memory holds a slice of x and of the queries, whatever their number.
+
+    Args:
+        x: vectors (N, n): a tensor, an array, or a file from `givens.storage.vectors.read`.
+        queries: vectors (Q, n), likewise.
+        k: neighbours of each query, at most N.
+        metric: "l2", or "ip" and "cosine", where the nearest has the largest product.
+        progress: is told of how many pairs of a query and a vector were compared, each time.
+    """
+    if metric not in get_args(Metric):
+        known = ", ".join(map(repr, get_args(Metric)))
+        raise ValueError(f"metric must be one of {known}, but got {metric!r}")
+    x, queries = _table("x", x), _table("queries", queries)
+    N, n = x.shape
+    if queries.shape[1] != n:
+        raise ValueError(
+            f"queries must have {n} dimensions as x has, but got shape {tuple(queries.shape)}"
+        )
+    if not 1 <= k <= N:
+        raise ValueError(f"k must be in 1..{N}, the number of vectors, but got {k}")
+    tensors = [table.device for table in (x, queries) if isinstance(table, Tensor)]
+    device = tensors[0] if tensors else torch.device("cpu")
+    found, at = torch.empty(len(queries), k, dtype=torch.int64, device=device), 0
+    with torch.no_grad(), full_precision(device):
+        for asked in chunks(queries, NUMBERS // (n + 2 * k), device):
+            check_lengths("queries", asked, metric, first=at)
+            found[at : at + len(asked)] = _nearest(x, asked, k, metric, progress)
+            at += len(asked)
+    return found
+
+
+def recall(found: Any, truth: Any, k: int = 10) -> float:
+    """The part of the k true neighbours that is among the first k found, the mean over queries.
+
+    −1 in `found` finds nothing. −1 in `truth` is no neighbour: it is not missed, and a query that
+    has none does not count.
+
+    Args:
+        found: ids (Q, at least k), nearest first.
+        truth: ids of the true neighbours (Q, at least k), nearest first.
+        k: how many to look at.
+    """
+    found, truth = _ids("found", found, k), _ids("truth", truth, k)
+    _check_rows(found, truth)
+    mine, true = np.sort(found[:, :k]), np.sort(truth[:, :k])
+    # Each id once, whatever its place.
+    mine[:, 1:][mine[:, 1:] == mine[:, :-1]] = -1
+    true[:, 1:][true[:, 1:] == true[:, :-1]] = -1
+    both = np.sort(np.concatenate([mine, true], axis=1))
+    hits = ((both[:, 1:] == both[:, :-1]) & (both[:, 1:] >= 0)).sum(1)
+    wanted = (true >= 0).sum(1)
+    if not wanted.any():
+        raise ValueError("truth must have neighbours, but every row is −1")
+    return float(np.mean(hits[wanted > 0] / wanted[wanted > 0]))
+
+
+def first_recall(found: Any, truth: Any, k: int = 10) -> float:
+    """How often the nearest neighbour is among the first k found, which is called 1-recall@k."""
+    found, truth = _ids("found", found, k), _ids("truth", truth, 1)
+    _check_rows(found, truth)
+    known = truth[:, 0] >= 0
+    if not known.any():
+        raise ValueError("truth must have neighbours, but every row begins with −1")
+    return float((found[known, :k] == truth[known, :1]).any(1).mean())
+
+
+def open_index(path: str | Path, *, mapped: bool = False) -> Any:
+    """Any index: a file of ours or of Faiss, or a folder of shards; `.index` and its `.record`.
+
+    With `mapped`, inverted lists stay on the disk and are read where a search needs them.
+    """
+    if Path(path).is_dir():
+        from givens.export.shards import load_shards
+
+        return load_shards(Path(path))
+    from givens.export.faiss import load_index
+
+    return load_index(path, mapped=mapped)
+
+
+def check_queries(index: Any, queries: Vectors, k: int) -> None:
+    """Refuse what Faiss would answer with nothing, or with a crash."""
+    if queries.shape[1] != index.d:
+        raise ValueError(
+            f"queries must have {index.d} dimensions as the index has, but got {queries.shape[1]}"
+        )
+    if index.ntotal == 0:
+        raise ValueError("the index holds no vectors")
+    if not 1 <= k <= index.ntotal:
+        raise ValueError(f"k must be in 1..{index.ntotal}, the vectors in the index, but got {k}")
+
+
+def batches(queries: Any) -> Iterator[tuple[npt.NDArray[np.float32], slice]]:
+    """Queries as float32 arrays, with their places."""
+    at = 0
+    for part in chunks(queries, BATCH):
+        check_lengths("queries", part, first=at)
+        yield part.numpy(), slice(at, at := at + len(part))
+
+
+class Ranked(NamedTuple):
+    """What is left of candidates, best first."""
+
+    scores: npt.NDArray[np.float32]
+    """Squared distances, or products: (Q, k)."""
+    ids: npt.NDArray[np.int64]
+    """(Q, k); −1 where there were fewer candidates."""
+
+
+def rerank(
+    candidates: npt.NDArray[np.int64],
+    x: Any,
+    queries: npt.NDArray[np.float32],
+    k: int = 10,
+    metric: Metric = "l2",
+    *,
+    ids: npt.NDArray[np.int64] | None = None,
+) -> Ranked:
+    """The k best of each query's candidates, by the original vectors.
+
+    Args:
+        candidates: what an index found: (Q, at least k) ids, −1 for none.
+        x: the vectors in the index (N, n): a tensor, an array or a file of them.
+        queries: (Q, n).
+        k: how many to keep.
+        metric: "l2", "ip" or "cosine".
+        ids: what the index calls the vectors (N,); their positions unless given.
+    """
+    if candidates.ndim != 2 or len(candidates) != len(queries) or k > candidates.shape[1]:
+        raise ValueError(
+            f"candidates must have shape ({len(queries)}, at least {k}), but got "
+            f"{tuple(candidates.shape)}"
+        )
+    rows = candidates
+    if ids is not None:
+        order = np.argsort(ids)
+        at = np.searchsorted(ids, candidates, sorter=order).clip(0, len(ids) - 1)
+        rows = np.where(ids[order[at]] == candidates, order[at], -1)
+    if rows.max() >= len(x) or ((rows < 0) != (candidates < 0)).any():
+        raise ValueError("candidates must be ids of x, but one has no vector there")
+    # Each vector once, however many queries it is a candidate of.
+    unique, inverse = np.unique(rows.clip(0), return_inverse=True)
+    table = as_float(x[torch.from_numpy(unique).to(x.device) if isinstance(x, Tensor) else unique])
+    asked = torch.from_numpy(np.ascontiguousarray(queries, np.float32))
+    if metric == "cosine":
+        table, asked = (torch.nn.functional.normalize(t) for t in (table, asked))
+    scores = torch.empty(rows.shape)
+    for query, places in enumerate(torch.from_numpy(inverse.reshape(rows.shape))):
+        if metric == "l2":
+            scores[query] = (table[places] - asked[query]).square().sum(1)
+        else:
+            scores[query] = table[places] @ asked[query]
+    scores[torch.from_numpy(candidates < 0)] = torch.inf if metric == "l2" else -torch.inf
+    best = scores.topk(k, largest=metric != "l2")
+    return Ranked(best.values.numpy(), np.take_along_axis(candidates, best.indices.numpy(), 1))
+
+
+def _nearest(
+    x: Any, asked: Tensor, k: int, metric: Metric, progress: Callable[[int], object] | None
+) -> Tensor:
+    """The k nearest to the queries, all of which are in memory."""
+    Q, n = asked.shape
+    # The smaller the better: squared distances or negative products, and whose they are.
+    best = asked.new_full((Q, k), torch.inf, dtype=torch.float64)
+    ids = torch.full((Q, k), -1, dtype=torch.int64, device=asked.device)
+    screen: _Screen | None = None
+    at = 0
+    for part in chunks(x, min(SCORES // min(BLOCK, Q), NUMBERS // n), asked.device):
+        check_lengths("x", part, metric, first=at)
+        if screen is None:
+            screen = _Screen(part, asked, metric)
+        screen.take(part)
+        for first in range(0, Q, BLOCK):
+            rows = slice(first, min(first + BLOCK, Q))
+            which, places = screen.candidates(rows, best[rows, -1], k)
+            if len(which):
+                far = _exact(part, asked[rows], which, places, metric)
+                best[rows], ids[rows] = _merged(best[rows], ids[rows], which, far, places + at)
+            if progress is not None:
+                progress((rows.stop - rows.start) * len(part))
+        at += len(part)
+    return ids
+
+
+class _Screen:
+    """Which vectors of a slice may be among the nearest, by float32 products."""
+
+    def __init__(self, first: Tensor, asked: Tensor, metric: Metric) -> None:
+        self.metric = metric
+        # A switch of torch may make products of float32 coarser than the bound.
+        trusted = torch.get_float32_matmul_precision() == "highest"
+        self.dtype = torch.float32 if trusted else torch.float64
+        # Distances do not change with the origin, and are the less rounded the nearer it is.
+        self.origin = first.mean(0) if metric == "l2" else None
+        self.asked = self._seen(asked)
+        self.lengths = self.asked.double().norm(dim=1)
+
+    def take(self, part: Tensor) -> None:
+        """Look at the next slice of vectors."""
+        self.part = self._seen(part)
+        squares = self.part.square().sum(1)
+        self.squares, self.longest = squares, squares.max().double().sqrt()
+
+    def candidates(self, rows: slice, worst: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Pairs (query, place in the slice) that may be nearer than the worst one kept, in order.
+
+        All that are not given are farther than the worst, or than k others of the slice.
+        """
+        asked, lengths = self.asked[rows], self.lengths[rows]
+        slack = (asked.shape[1] + 8) * ROUNDING * (lengths + self.longest).square()
+        if self.metric == "l2":
+            scores = torch.addmm(self.squares, asked, self.part.mT, alpha=-2)
+            worst = worst - lengths.square()
+        else:
+            scores = (asked @ self.part.mT).neg_()
+        # Twice: ‖x‖² − 2 q·x is rounded, and the origin and ‖q‖² are on the other side.
+        near = _not_above(scores, worst + 2 * slack)
+        # Where much would be left, as in the first slice, the k best of it tell the rest apart.
+        if k <= scores.shape[1] and int(near.count_nonzero()) > 4 * k * len(asked):
+            own = scores.topk(k, largest=False).values[:, -1]
+            near &= _not_above(scores, own + 4 * slack)
+        which, places = near.nonzero(as_tuple=True)
+        return which, places
+
+    def _seen(self, table: Tensor) -> Tensor:
+        table = table.to(self.dtype)
+        if self.metric == "cosine":
+            return torch.nn.functional.normalize(table, eps=SMALLEST)
+        return table if self.origin is None else table - self.origin
+
+
+def _not_above(scores: Tensor, limit: Tensor) -> Tensor:
+    """Which scores are at most the limit of their row; what is no number is, too."""
+    limit = limit.to(scores.dtype)
+    limit = torch.nextafter(limit, torch.full_like(limit, torch.inf))
+    return (scores > limit[:, None]).logical_not_()
+
+
+def _exact(part: Tensor, asked: Tensor, which: Tensor, places: Tensor, metric: Metric) -> Tensor:
+    """Squared distances or negative products of pairs in float64, each summed in the same way."""
+    far = torch.empty(len(which), dtype=torch.float64, device=part.device)
+    step = max(SCORES // part.shape[1], 1)
+    for first in range(0, len(which), step):
+        pairs = slice(first, first + step)
+        q, y = asked[which[pairs]].double(), part[places[pairs]].double()
+        if metric == "l2":
+            far[pairs] = (q - y).square_().sum(1)
+        else:
+            far[pairs] = -(q * y).sum(1)
+            if metric == "cosine":
+                lengths = (table.norm(dim=1).clamp_min(SMALLEST) for table in (q, y))
+                far[pairs] /= math.prod(lengths)
+    return far
+
+
+def _merged(
+    best: Tensor, ids: Tensor, which: Tensor, far: Tensor, names: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The best of those that were kept and of new ones, whose ids are larger and in order."""
+    k, counts = best.shape[1], which.bincount(minlength=len(best))
+    # A row for each query, as wide as the most that any has.
+    place = k + torch.arange(len(which), device=which.device)
+    place -= (counts.cumsum(0) - counts)[which]
+    width = k + int(counts.max())
+    wide = best.new_full((len(best), width), torch.inf)
+    named = ids.new_full((len(best), width), -1)
+    wide[:, :k], named[:, :k] = best, ids
+    wide[which, place], named[which, place] = far, names
+    # Stable, so that of equal ones the smaller id stays first; places without one are farthest.
+    order = wide.sort(dim=1, stable=True).indices[:, :k]
+    return wide.gather(1, order), named.gather(1, order)
+
+
+def _table(name: str, table: Any) -> Any:
+    """Vectors of at least one row and column."""
+    table = as_vectors(table, name)
+    check_table(name, table)
+    if not len(table):
+        raise ValueError(f"{name} must have at least one vector, but has none")
+    return table
+
+
+def _ids(name: str, table: Any, k: int) -> npt.NDArray[Any]:
+    """Integers (Q, at least k)."""
+    if isinstance(table, Tensor):
+        table = table.detach().cpu().numpy()
+    table = np.asarray(table)
+    if table.ndim != 2 or table.dtype.kind not in "iu" or len(table) == 0:
+        raise ValueError(
+            f"{name} must be ids of shape (Q, k), but got {table.dtype} of shape {table.shape}"
+        )
+    if not 1 <= k <= table.shape[1]:
+        raise ValueError(f"k must be in 1..{table.shape[1]}, the columns of {name}, but got {k}")
+    ids: npt.NDArray[Any] = table.astype(np.int64)
+    return ids
+
+
+def _check_rows(found: npt.NDArray[Any], truth: npt.NDArray[Any]) -> None:
+    if len(found) != len(truth):
+        raise ValueError(
+            f"found and truth must be of the same queries, but have {len(found)} and "
+            f"{len(truth)} rows"
+        )
