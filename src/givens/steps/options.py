@@ -14,7 +14,7 @@ TURNS, MOST_TURNS = 16, 64
 # Far beyond any rate that descends; no angle overflows in float32.
 MOST_RATE = 1e20
 # Steps between two repairs of what rounding does, where a step turns many pairings.
-TIDY_OFTEN = 4
+TIDY_OFTEN = 2
 # So few axes turn in all their planes one after another, and more of them by products.
 FEW_AXES = 64
 
