@@ -238,7 +238,7 @@ def test_advice_is_what_the_rows_say():
         "and RaBitQ at 16 bytes."
     )
     assert told[1] == (
-        "At 4 bytes (1 bits a dimension): ours finds 50.0 % of the 10 nearest, 75.0 % when 100 are "
+        "At 4 bytes (1 bit a dimension): ours finds 50.0 % of the 10 nearest, 75.0 % when 100 are "
         "ranked again; then theirs with 40.0 %."
     )
     assert "bits finds 90.0 %" in told[2]
@@ -298,7 +298,7 @@ def test_ours_is_what_fit_makes(x):
     assert from_faiss(index).fingerprint == q.fingerprint
 
 
-@pytest.mark.parametrize("name", ["sift", "words"])
+@pytest.mark.parametrize("name", ["sift", "words", "minilm"])
 def test_docs_tell_what_was_measured(name):
     """The advice and the best of each family, as the rows have them."""
     root = Path(__file__).parents[2]

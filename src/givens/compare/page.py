@@ -65,10 +65,11 @@ def advice(result: dict[str, Any]) -> list[str]:
             continue
         best, *others = sorted(there, key=lambda row: -row["recall@10"])
         bits = 8 * best["bytes"] / dim
+        density = f"{bits:.2g} bit{'s' * (bits != 1)} a dimension"
         level = [row for row in others if _level(best, row)]
         winners.append((budget, best, level))
         line = (
-            f"At {budget} bytes ({bits:.2g} bits a dimension): {best['name']} finds "
+            f"At {budget} bytes ({density}): {best['name']} finds "
             f"{_percent(best['recall@10'])} of the 10 nearest"
         )
         if best["reranked_recall@10"] < 0.9995:
