@@ -165,11 +165,12 @@ def _run_folder() -> Target:
     configuration |= {"warmup": 10, "steps": 10}
     found = {"recall@10": 0.25, "recall@100": 0.5, "precision@10": 0.1}
     results = dict.fromkeys(("index", "full", "decoded", "popularity"), found)
-    row = {"phase": "joint", "recall": 0.5, "distortion": 0.1, "angle": 1e-3}
+    row = {"phase": "joint", "recall": 0.5, "distortion": 0.1, "angle": 1e-3, "orthogonality": 1e-6}
 
     def write(path: Path) -> None:
         path.mkdir()
         about = {"configuration": configuration, "seed": 0, "versions": {}, "command": []}
+        about |= {"log": "a log of clicks"}
         (path / "config.json").write_text(json.dumps(about))
         rows = [json.dumps({**row, "step": step}) for step in (10, 20)]
         (path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in rows))
