@@ -15,16 +15,17 @@ from pathlib import Path
 import torch
 
 import givens
+from givens.paper.rows import environment
 
 
-def drift(pairing: str, n: int, steps: int) -> dict[str, object]:
+def drift(pairing: str, n: int, steps: int, device: str) -> dict[str, object]:
     """One row: max|RᵀR − I| and the determinant after so many steps."""
-    W = torch.nn.Parameter(givens.random_rotation(n))
+    W = torch.nn.Parameter(givens.random_rotation(n).to(device))
     planes = "greedy" if pairing == "fixed" else pairing
     optimizer = givens.GCD([W], 0.05, pairing=planes, exact=False)
-    noise = torch.randn(257, n, n, generator=torch.Generator().manual_seed(0))
-    signs = torch.randn(263, n // 2, 1, generator=torch.Generator().manual_seed(1))
-    W.grad = torch.empty(n, n)
+    noise = torch.randn(257, n, n, generator=torch.Generator().manual_seed(0)).to(device)
+    signs = torch.randn(263, n // 2, 1, generator=torch.Generator().manual_seed(1)).to(device)
+    W.grad = torch.empty_like(W)
     worst, began = 0.0, time.perf_counter()
     for step in range(steps):
         if pairing == "fixed":
@@ -46,8 +47,7 @@ def drift(pairing: str, n: int, steps: int) -> dict[str, object]:
         "final_error": givens.orthogonality_error(W),
         "determinant": float(sign * logarithm.exp()),
         "seconds": round(time.perf_counter() - began, 1),
-        "torch": torch.__version__,
-        "givens": givens.__version__,
+        **environment(device),
     }
 
 
@@ -56,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", default="64:1000000,512:100000", help="n:steps, by commas")
     parser.add_argument("--pairings", default="random,fixed,greedy")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(2)
@@ -63,7 +64,7 @@ def main() -> None:
     for run in arguments.runs.split(","):
         n, steps = map(int, run.split(":"))
         for pairing in arguments.pairings.split(","):
-            rows.append(drift(pairing, n, steps))
+            rows.append(drift(pairing, n, steps, arguments.device))
             print(rows[-1], flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
