@@ -11,6 +11,7 @@ import givens
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import curves
+import hostile_gpu
 import learn
 import opponents
 import problems
@@ -191,3 +192,37 @@ def test_time_to_a_figure():
     result = curves.Result(0.1, [0.2], 0, [1.0, 0.5, 0.2], 2, 0.0, 2000.0)
     assert curves.time_to_reach(result, 0.5) == 2.0
     assert curves.time_to_reach(result, 0.1) is None
+
+
+def test_hostile_steps_leave_rotations(monkeypatch):
+    """Cases of the benchmark in small, the same again for the same seed."""
+    counts = dict.fromkeys(("steps", "refused"), 0)
+    for number in range(6):
+        lanes = hostile_gpu.draw_case(3, number, "cpu", 33)
+        assert str(lanes) == str(hostile_gpu.draw_case(3, number, "cpu", 33))
+        row, found = hostile_gpu.run_case(lanes, "cpu")
+        assert not found
+        for name in counts:
+            counts[name] += row[name]
+    assert counts["steps"] > 100
+    assert counts["refused"] > 10
+    # And what it is to find is found: a matrix that loses a thousandth, or moves where it may not.
+    honest = givens.GCD.step
+
+    def shrink(self):
+        honest(self)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].mul_(0.999)
+
+    def creep(self):
+        try:
+            honest(self)
+        except ValueError:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].neg_()
+            raise
+
+    for damage, fault in ((shrink, "max|RᵀR − I|"), (creep, "changed something")):
+        monkeypatch.setattr(givens.GCD, "step", damage)
+        cases = (hostile_gpu.draw_case(3, number, "cpu", 33) for number in range(6))
+        assert any(fault in str(hostile_gpu.run_case(lanes, "cpu")[1]) for lanes in cases)
