@@ -50,8 +50,8 @@ def test_seen_normalised_and_less_the_nearest_centroid(x):
 def test_the_row_that_is_not_finite_is_named(x, bad):
     x[321, 2] = bad
     with pytest.raises(ValueError, match="row 321 has NaN or infinite values"):
-        sample(x).check()
+        sample(x).check("l2")
     drawn = sample(x).drawn(499, 1)
     assert 321 in drawn.index
     with pytest.raises(ValueError, match="row 321"):
-        drawn.check()
+        drawn.check("l2")
