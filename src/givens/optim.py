@@ -32,7 +32,15 @@ from givens.rotation import (
     turn_rows_,
 )
 from givens.steps import check_gradient, choose_pairs, choose_partners, gradient_limit
-from givens.steps.options import Adapt, Options, check_options, check_rate, fill_in, options_for
+from givens.steps.options import (
+    Adapt,
+    Options,
+    check_options,
+    check_rate,
+    fill_in,
+    is_rate,
+    options_for,
+)
 
 # What is checked again where it has changed.
 OPTIONS = ("pairing", "turns", "adapt", "betas", "exact", "seed", "maximize")
@@ -104,6 +112,7 @@ class GCD(Optimizer):
         try:
             fill_in(group)
             check_options(group)
+            check_rate(group["lr"], wait=True)
             names = group.get("param_names")
             for p, W in enumerate(group["params"]):
                 _check_matrix(names[p] if names else f"parameter {p}", W)
@@ -170,9 +179,7 @@ class GCD(Optimizer):
 
     def _check_again(self, number: int, group: dict[str, Any]) -> None:
         """Options are the caller's, and a scheduler's: what has changed is checked again."""
-        lr = group["lr"]
-        if not isinstance(lr, Tensor) or lr.device.type == "cpu":
-            check_rate(lr)
+        check_rate(group["lr"], wait=False)
         now = [group[name] for name in OPTIONS]
         if self._checked.get(number) != now:
             check_options(group)
@@ -189,7 +196,8 @@ def step_(
 ) -> None:
     """One step on one matrix or stack, in torch: the oracle of the compiled versions."""
     check_gradient(W, G, how)
-    if not largest(G) <= gradient_limit(W, how) or (found_inf is not None and found_inf):
+    overflow = found_inf is not None and bool(found_inf)
+    if overflow or not largest(G) <= gradient_limit(W, how) or not is_rate(how.lr):
         state["skipped"] += 1
         return
     W, G = as_stack(W), as_stack(G)

@@ -13,10 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from givens import kernels
+from givens.kernels import GOLDEN, SPREAD, WORD
 
 ORTHOGONAL_TOLERANCE = 1e-4
-# No principal angle of a turn by an exponential is longer, in radians.
-LONGEST = 0.4
+# No principal angle of a turn by an exponential is longer, in radians, its size being found by so
+# many products with a vector, and multiplied, since it is found from below.
+LONGEST, POWERS, CAUTION = 0.4, 8, 1.25
 
 
 class Rotation(nn.Module):
@@ -174,17 +176,14 @@ def orthonormalise_rows_(W: Tensor, pairs: Tensor) -> None:
     W[i], W[j] = rows.unbind(1)
 
 
-def turn_by_exponential_(
-    W: Tensor, X: Tensor, follower: Tensor | None = None, *, skip: Tensor | None = None
-) -> None:
+def turn_by_exponential_(W: Tensor, X: Tensor, follower: Tensor | None = None) -> None:
     """W ← exp(X) W for a skew X, in place, to second order and back to SO(n) by Newton–Schulz.
 
     With σ the largest singular value of X and Q = I + X + aX², QᵀQ is 1 − (2a − 1)σ² + a²σ⁴ in the
     plane that turns most; a is chosen for the least deviation from 1 between 0 and σ. No principal
     angle gets longer than LONGEST. The follower turns to first order. Five products of n × n.
-    Where `skip` is true W stays as it is; X is then 0.
     """
-    longest = 1.1 * spectral_norm(X)
+    longest = CAUTION * spectral_norm(X)
     shorten = LONGEST / longest.clamp_min(LONGEST)
     X, sigma = shorten * X, shorten * longest
     a = 0.5 + (math.sqrt(2) - 1) / 4 * sigma**2
@@ -193,25 +192,28 @@ def turn_by_exponential_(
     # What is left after one is rounding in float32.
     for _ in range(1 if W.dtype is torch.float32 else 3):
         Y = 1.5 * Y - 0.5 * ((Y @ Y.mT) @ Y)
-    W.copy_(Y if skip is None else torch.where(skip, W, Y))
+    W.copy_(Y)
     if follower is not None:
         follower += X @ follower
 
 
-def spectral_norm(
-    X: Float[Tensor, "*batch n n"], iterations: int = 4
-) -> Float[Tensor, "*batch 1 1"]:
-    """The largest singular value, from below, by the power method from the longest row."""
-    tiny = torch.finfo(X.dtype).tiny
-    # Of entries of 1 at most no square overflows.
+def spectral_norm(X: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch 1 1"]:
+    """The largest singular value of a skew X, from below, by the power method.
+
+    From a fixed vector that looks random, which no X has reason to avoid.
+    """
+    n, tiny = X.shape[-1], torch.finfo(X.dtype).tiny
+    # Powers of what has a norm between 1/√n and √n leave no range.
     most = X.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
-    X = X / most
-    v = X.take_along_dim(X.square().sum(-1, keepdim=True).argmax(-2, keepdim=True), -2).mT
-    for _ in range(iterations):
-        v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(tiny)
-        u = X @ v
-        v = X.mT @ u
-    norm: Tensor = most * torch.linalg.vector_norm(u, dim=-2, keepdim=True)
+    X = X / most / math.sqrt(n)
+    word = torch.arange(n, device=X.device) * GOLDEN & WORD
+    word = (word ^ word >> 15) * SPREAD & WORD
+    v = ((word ^ word >> 13) * 2.0**-31 - 1).to(X.dtype)[:, None].expand(*X.shape[:-1], 1)
+    u = v
+    for _ in range(POWERS):
+        u, v = v, X @ v
+    before, after = (torch.linalg.vector_norm(w.double(), dim=-2, keepdim=True) for w in (u, v))
+    norm: Tensor = most * math.sqrt(n) * (after / before.clamp_min(tiny)).to(X.dtype)
     return norm
 
 

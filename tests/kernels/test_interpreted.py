@@ -170,6 +170,39 @@ for n, stack, held, plain, options in (
     for key, value in oracle.state[V].items():
         if isinstance(value, torch.Tensor) and n > 1:
             torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
+
+# Rates that a scheduler may leave on a device, and gradients whose products overflow: refused.
+wrong = [torch.tensor(lr) for lr in (float("nan"), float("inf"), -1.0, 3e38)]
+for n, options in (
+    (6, {"pairing": "random"}),
+    (6, {"pairing": "random", "turns": 3, "adapt": None}),
+    (5, {"pairing": "overlapping-random", "adapt": None}),
+    (6, {"turns": 1, "adapt": None}),
+    (6, {"pairing": "steepest", "exact": False, "adapt": "matrix", "betas": (0.0, 0.5)}),
+    (6, {"pairing": "steepest", "exact": False, "adapt": "adagrad"}),
+    (6, {"turns": 3}),
+    (6, {"turns": 3, "adapt": None}),
+    (66, {"turns": "all"}),
+):
+    turning.HELD, planes.PLAIN = 4096, 99
+    W = torch.nn.Parameter(givens.random_rotation(n))
+    group = givens.GCD([W], torch.tensor(0.05), **options).param_groups[0]
+    state, workspaces = {}, {}
+    optim._start(state, W, options_for(group, W, 0))
+    state |= {"step": torch.zeros((), dtype=torch.int64)}
+    state |= {"skipped": torch.zeros((), dtype=torch.int32)}
+    cases = [(lr, torch.randn(n, n)) for lr in wrong]
+    cases += [(torch.tensor(0.05), torch.full((n, n), size)) for size in (float("inf"), 3e38)]
+    for lr, G in cases:
+        before = [W.detach().clone(), *(part.clone() for part in state.values())]
+        gpu.step_(W, G, state, options_for({**group, "lr": lr}, W, 0), None, workspaces)
+        same = [torch.equal(x, y) for x, y in zip(before, [W.detach(), *state.values()])]
+        assert sum(same) == len(same) - 1, (options, lr, float(G.max()))
+    assert int(state["skipped"]) == len(cases)
+    # The raw step by a large rate on the device: refused, or an angle like any other.
+    lr = torch.tensor(1e19)
+    gpu.step_(W, 1e30 * torch.randn(n, n), state, options_for({**group, "lr": lr}, W, 0), None, {})
+    assert givens.orthogonality_error(W) < 1e-5, options
 """
 
 

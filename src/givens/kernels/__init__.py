@@ -19,11 +19,15 @@ Backend = Literal["reference", "numba", "triton"]
 # compiled and kept on disk does not see a change here: remove __pycache__/*.nbi after one.
 WORD = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
+SPREAD = 0x85EBCA6B
 SHUFFLE_ROUNDS = 6
 SHUFFLE_BITS = 8
 # Streams from here on draw the pairings on which rounding is undone, every so many steps.
 TIDY_STREAM = 1 << 30
 TIDY_EVERY = 16
+
+# Far beyond any rate that descends; no angle overflows in float32.
+MOST_RATE = 1e20
 
 # The widest matrix that the Triton kernels take: a matching holds whole rows in registers.
 WIDEST = 16384

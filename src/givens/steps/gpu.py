@@ -5,7 +5,6 @@ from typing import Any
 from torch import Tensor
 
 from givens import kernels, pairing
-from givens.rotation import turn_by_exponential_
 from givens.steps import buffers, choose_partners, every_pairing, gradient_limit
 from givens.steps.options import Options
 
@@ -43,14 +42,10 @@ def _turn_planes(
 
     n = W.shape[-1]
     planes = buffers(workspaces, Planes, W, 1 if how.by_products(n) else _rounds(n, how))
-    planes.check(G, how.lr, found_inf, gradient_limit(W, how))
+    planes.check(G, how, found_inf, gradient_limit(W, how))
     planes.differentiate(W, G, state, how)
     if how.by_products(n):
-        stack, ambient = W.view(-1, n, n), None
-        if how.adapt:
-            ambient = state["ambient"].view(-1, n, n)
-        turn_by_exponential_(stack, planes.rates * planes.D, ambient, skip=planes.flags.any())
-        planes.settle(state, how)
+        planes.exponentiate(W, state, how)
         return
     if how.turns > 1 and not how.all_planes:
         planes.choose(state["step"], how.seed, how.stream)

@@ -6,15 +6,15 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch import Tensor
 
 from givens import kernels
+from givens.kernels import MOST_RATE
 from givens.pairing import Pairing, looks_away
 
 Adapt = Literal["adam", "matrix", "adagrad"]
 # Pairings for a gradient, unless told otherwise; and the most, but for "all".
 TURNS, MOST_TURNS = 16, 64
-# Far beyond any rate that descends; no angle overflows in float32.
-MOST_RATE = 1e20
-# Steps between two repairs of what rounding does, where a step turns many pairings.
-TIDY_OFTEN = 2
+# Steps between two repairs of what rounding does, where a step turns many pairings; a step of more
+# than so many repairs each time.
+TIDY_OFTEN, TIDY_ALWAYS = 2, 32
 # So few axes turn in all their planes one after another, and more of them by products.
 FEW_AXES = 64
 
@@ -58,7 +58,9 @@ class Options(NamedTuple):
     @property
     def tidy_every(self) -> int:
         """Steps between two repairs of what rounding does to W."""
-        return TIDY_OFTEN if self.by_plane and self.turns > 1 else kernels.TIDY_EVERY
+        if not self.by_plane or self.turns == 1:
+            return kernels.TIDY_EVERY
+        return 1 if self.turns > TIDY_ALWAYS else TIDY_OFTEN
 
     @property
     def share(self) -> float:
@@ -111,7 +113,6 @@ def check_options(group: dict[str, Any]) -> None:
     name, adapt = group["pairing"], group["adapt"]
     _check_choice("pairing", name, get_args(Pairing))
     _check_choice("adapt", adapt, (*get_args(Adapt), None))
-    check_rate(group["lr"])
     _check_turns(group)
     if not _are_betas(group["betas"]):
         raise ValueError(f"betas must be two numbers in [0, 1), but got {group['betas']!r}")
@@ -123,16 +124,22 @@ def check_options(group: dict[str, Any]) -> None:
             raise ValueError(f"{flag} must be True or False, but got {flag}={group[flag]!r}")
 
 
-def check_rate(lr: float | Tensor) -> None:
-    """Refuse a rate that would make R no rotation; a step reads one on a device there alone."""
+def check_rate(lr: float | Tensor, *, wait: bool) -> None:
+    """Refuse a rate that would make R no rotation; a device is asked for it only on `wait`."""
     if isinstance(lr, bool) or not isinstance(lr, (int, float, Tensor)):
         raise ValueError(f"lr must be a number or a tensor of one, but got lr={lr!r}")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must be a tensor of one number, but got shape {tuple(lr.shape)}")
-    if not 0 <= float(lr) <= MOST_RATE:
+    known = wait or not isinstance(lr, Tensor) or lr.device.type == "cpu"
+    if known and not is_rate(lr):
         raise ValueError(
             f"lr must be finite and not negative, at most {MOST_RATE:g}, but got lr={float(lr)}"
         )
+
+
+def is_rate(lr: float | Tensor) -> bool:
+    """Whether a step can descend by this rate; waits for its device."""
+    return 0 <= float(lr) <= MOST_RATE
 
 
 def _are_betas(betas: Any) -> bool:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from givens.kernels.gpu.grid import barrier, follow, hashed, permuted, stream_key
 
-ROUNDS = 6
+ROUNDS = 4
 ROUND_TAG = tl.constexpr(1 << 20)
 
 

@@ -10,7 +10,8 @@ from givens.kernels.gpu.grid import follow
 def magnitudes_kernel(H, W, S, n, SIDE: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr):
     """S ← |H Wᵀ − W Hᵀ|, two mirrored tiles to a program, products in TF32.
 
-    NaN becomes 0, so that matching ends; the derivatives of the chosen planes will find it.
+    NaN and infinity become 0, so that matching ends; the derivatives of the chosen planes will find
+    them.
     """
     follow(EARLY)
     r = tl.program_id(0)
@@ -35,7 +36,7 @@ def magnitudes_kernel(H, W, S, n, SIDE: tl.constexpr, DEPTH: tl.constexpr, EARLY
             h_there = tl.load(H + at_columns + start, mask=there, other=0.0)
             minus = tl.dot(w_here, tl.trans(h_there), minus, input_precision="tf32")
         a = tl.abs(plus - minus)
-        a = tl.where(a == a, a, 0.0)
+        a = tl.where(a < float("inf"), a, 0.0)
         at = base + rows[:, None].to(tl.int64) * n + columns[None, :]
         mirrored = base + columns[:, None].to(tl.int64) * n + rows[None, :]
         if r < c:

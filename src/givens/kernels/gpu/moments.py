@@ -1,4 +1,4 @@
-"""A size for each plane, on a device: from the product G Wᵀ both moments and D, in one launch.
+"""A size for each plane, on a device: the product G Wᵀ, and from it both moments and D.
 
 The twin of `optim.unit_derivatives`. W, G, planes, ambient, D (b, n, n) row-major float32; planes
 has m above its diagonal and √v below it, ambient is Sᵀ. A program has a tile and its mirror image.
@@ -7,31 +7,47 @@ has m above its diagonal and √v below it, ambient is Sᵀ. A program has a til
 import triton
 import triton.language as tl
 
+from givens.kernels import MOST_RATE
 from givens.kernels.gpu.grid import follow
+
+MOST = tl.constexpr(MOST_RATE)
 
 
 @triton.jit
 def check_kernel(
     G, flags, found_inf, lr, size, limit,
-    FOUND: tl.constexpr, RATE_ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    FOUND: tl.constexpr, RATE_ON_DEVICE: tl.constexpr, RAW: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """flags[program] ← whether its part of G would damage W: not finite, or beyond the limit."""
+    """flags[program] ← whether its part of G, or the rate, would damage W.
+
+    The angles of the RAW step have the gradient's size in them.
+    """
     follow(EARLY)
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
+    bad = 0
+    if RATE_ON_DEVICE:
+        rate = tl.load(lr).to(tl.float32)
+        bad = is_wrong_rate(rate)
+        if RAW:
+            limit = limit / tl.maximum(rate, 1.0)
     wrong = tl.zeros((BLOCK,), tl.int32)
     for start in range(pid * BLOCK, size, programs * BLOCK):
         at = tl.arange(0, BLOCK).to(tl.int64) + start
         g = tl.load(G + at, mask=at < size, other=0.0)
         # Written so that NaN is wrong too.
         wrong |= (tl.abs(g) <= limit).to(tl.int32) ^ 1
-    bad = tl.max(wrong, axis=0)
+    bad |= tl.max(wrong, axis=0)
     if FOUND:
         bad |= (tl.load(found_inf) != 0).to(tl.int32)
-    if RATE_ON_DEVICE:
-        rate = tl.load(lr).to(tl.float32)
-        bad |= ((rate - rate) == 0).to(tl.int32) ^ 1
     tl.store(flags + pid, bad)
+
+
+@triton.jit
+def is_wrong_rate(rate):
+    """Whether a rate is none that descends, the twin of `check_rate`; NaN is wrong too."""
+    return ((rate >= 0) & (rate <= MOST)).to(tl.int32) ^ 1
 
 
 @triton.jit
@@ -39,6 +55,42 @@ def is_bad(flags, count, ALL: tl.constexpr):
     """Whether any program of `check_kernel` has found something."""
     every = tl.arange(0, ALL)
     return tl.max(tl.load(flags + every, mask=every < count, other=0), axis=0) > 0
+
+
+@triton.jit
+def product_kernel(
+    G, W, P, n, SIDE: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, TOGETHER: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """P ← G Wᵀ, a tile of (SIDE, WIDE) to a program.
+
+    PRECISION is "tf32", or "tf32x3", which is as exact as float32.
+
+    TOGETHER rows of tiles are worked on at the same time, so that what they read stays in the
+    second-level cache.
+    """
+    follow(EARLY)
+    down = tl.cdiv(n, SIDE)
+    across = tl.cdiv(n, WIDE)
+    group = tl.program_id(0) // (TOGETHER * across)
+    height = tl.minimum(down - group * TOGETHER, TOGETHER)
+    within = tl.program_id(0) % (TOGETHER * across)
+    rows = (group * TOGETHER + within % height) * SIDE + tl.arange(0, SIDE)
+    columns = (within // height) * WIDE + tl.arange(0, WIDE)
+    depth = tl.arange(0, DEPTH)
+    base = tl.program_id(1).to(tl.int64) * n * n
+    at_g = G + base + (rows * n)[:, None] + depth[None, :]
+    at_w = W + base + (columns * n)[:, None] + depth[None, :]
+    sums = tl.zeros((SIDE, WIDE), tl.float32)
+    for start in range(0, n, DEPTH):
+        deep = (start + depth < n)[None, :]
+        g = tl.load(at_g, mask=(rows < n)[:, None] & deep, other=0.0)
+        w = tl.load(at_w, mask=(columns < n)[:, None] & deep, other=0.0)
+        sums = tl.dot(g, tl.trans(w), sums, input_precision=PRECISION)
+        at_g += DEPTH
+        at_w += DEPTH
+    at = P + base + (rows * n)[:, None] + columns[None, :]
+    tl.store(at, sums, mask=(rows < n)[:, None] & (columns < n)[None, :])
 
 
 @triton.jit
@@ -65,15 +117,14 @@ def sizes_after(size, a, keep, take):
 
 @triton.jit(do_not_specialize=["lr", "share", "beta1", "beta2"])
 def moments_kernel(
-    G, W, P, planes, ambient, D, foresight, misses, rates, step, lr, flags, count,
+    P, planes, ambient, D, foresight, misses, rates, step, lr, flags, count,
     n, share, beta1, beta2, keep, take, log_beta1, log_beta2,
-    ADAPT: tl.constexpr, RATE_ON_DEVICE: tl.constexpr, FUSED: tl.constexpr,
-    SIDE: tl.constexpr, DEPTH: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr,
+    ADAPT: tl.constexpr, RATE_ON_DEVICE: tl.constexpr, SIDE: tl.constexpr, ALL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """From P = G Wᵀ both running means, the sizes and D = m/√v; D = P − Pᵀ unless ADAPT.
 
-    P is there already, or FUSED computes its tile and the mirror image in TF32. D may be P. misses
-    (b, tiles, tiles, 2) gets the sums of (A − m)² of both means as they were.
+    D may be P. misses (b, tiles, tiles, 2) gets the sums of (A − m)² of both means as they were.
     """
     follow(EARLY)
     r = tl.program_id(0)
@@ -90,25 +141,8 @@ def moments_kernel(
         at = base + rows[:, None].to(tl.int64) * n + columns[None, :]
         mirrored = base + columns[:, None].to(tl.int64) * n + rows[None, :]
         valid = (rows < n)[:, None] & (columns < n)[None, :]
-        if FUSED:
-            plus = tl.zeros((SIDE, SIDE), tl.float32)
-            minus = tl.zeros((SIDE, SIDE), tl.float32)
-            depth = tl.arange(0, DEPTH)
-            at_rows = base + rows[:, None].to(tl.int64) * n + depth[None, :]
-            at_columns = base + columns[:, None].to(tl.int64) * n + depth[None, :]
-            for start in range(0, n, DEPTH):
-                deep = (start + depth < n)[None, :]
-                here = (rows < n)[:, None] & deep
-                there = (columns < n)[:, None] & deep
-                g_here = tl.load(G + at_rows + start, mask=here, other=0.0)
-                w_there = tl.load(W + at_columns + start, mask=there, other=0.0)
-                plus = tl.dot(g_here, tl.trans(w_there), plus, input_precision="tf32")
-                w_here = tl.load(W + at_rows + start, mask=here, other=0.0)
-                g_there = tl.load(G + at_columns + start, mask=there, other=0.0)
-                minus = tl.dot(w_here, tl.trans(g_there), minus, input_precision="tf32")
-        else:
-            plus = tl.load(P + at, mask=valid, other=0.0)
-            minus = tl.trans(tl.load(P + mirrored, mask=tl.trans(valid), other=0.0))
+        plus = tl.load(P + at, mask=valid, other=0.0)
+        minus = tl.trans(tl.load(P + mirrored, mask=tl.trans(valid), other=0.0))
         a = plus - minus
         above = valid & (rows[:, None] < columns[None, :])
         bad = is_bad(flags, count, ALL)
@@ -173,15 +207,3 @@ def settle(foresight, misses, step, skipped, flags, count, batch, n, tiles, beta
                     mean = total / tl.maximum(n * (n - 1) // 2, 1)
                     new = tl.sqrt(beta2 * old * old + (1 - beta2) * mean)
                     tl.store(foresight + 2 * b + frame, new.to(tl.float32))
-
-
-@triton.jit(do_not_specialize=["beta2"])
-def settle_kernel(
-    foresight, misses, step, skipped, flags, count, batch, n, tiles, beta2,
-    ADAPT: tl.constexpr, ALL: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """`settle`, where no other launch does it."""
-    follow(EARLY)
-    settle(
-        foresight, misses, step, skipped, flags, count, batch, n, tiles, beta2, ADAPT, ALL, TILES
-    )

@@ -8,14 +8,23 @@ import triton
 from torch import Tensor
 
 from givens.kernels.gpu.choosing import ROUNDS, fill_kernel, list_kernel, rounds_kernel
+from givens.kernels.gpu.exponential import finish_kernel, length_kernel
 from givens.kernels.gpu.grid import counters, launch, power_of_2, programs_at_once, shuffle_bits
-from givens.kernels.gpu.moments import check_kernel, moments_kernel, settle_kernel
-from givens.kernels.gpu.sweep import angles_kernel, gather_kernel, tidy_kernel
+from givens.kernels.gpu.moments import check_kernel, moments_kernel, product_kernel
+from givens.kernels.gpu.sweep import angles_kernel, tidy_kernel, turn_all_kernel
 
-# The widest matrix whose product G Wᵀ is one of float32.
+# The widest matrix whose product G Wᵀ is as exact as float32; a wider one's is of TF32.
 PLAIN = 1024
-# Numbers of a matrix that a program turns.
-HELD = 32768
+# A tile of that product, how deep a program reads at a time, and tiles that share what they read.
+TILE = {"SIDE": 32, "WIDE": 64, "DEPTH": 32, "TOGETHER": 8, "num_warps": 4, "num_stages": 3}
+WIDE_TILE = {"SIDE": 128, "WIDE": 256, "DEPTH": 32, "TOGETHER": 8, "num_warps": 8, "num_stages": 3}
+# The columns that a program turns, and the most rows at a time.
+TURN = {"ROWS": 512, "COLUMNS": 8, "num_warps": 8}
+WIDE_TURN = {"ROWS": 1024, "COLUMNS": 16, "num_warps": 32}
+# Numbers of the gradient that a program looks at, at a time.
+CHECKED = 4096
+# The side of a tile whose moments a program updates.
+SIDE = 32
 
 
 class Planes:
@@ -25,11 +34,8 @@ class Planes:
         n, device = W.shape[-1], W.device
         self.n, self.batch, self.turns, self.device = n, W.numel() // n**2, turns, device
         total = self.batch * n
-        self.programs = programs_at_once(device, 1, triton.cdiv(W.numel(), 4096))
-        # A product in float32 is torch's own; a larger one takes TF32.
-        self.fused = n > PLAIN
-        self.side, self.depth = (128, 32) if self.fused else (32, 32)
-        self.tiles = triton.cdiv(n, self.side)
+        self.programs = programs_at_once(device, 4, triton.cdiv(W.numel(), CHECKED))
+        self.tiles = triton.cdiv(n, SIDE)
         # 2K of them; a list is walked in quarters.
         self.listed = max(4, power_of_2(2 * turns))
         whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
@@ -44,31 +50,37 @@ class Planes:
         self.wins = torch.empty(total * turns, **whole)
         self.partners = torch.empty(self.batch, turns, n, **whole)
         self.cos, self.sin = torch.empty(2, self.batch, turns, n, **real)
+        # Of the turn in all planes at once.
+        self.scalars, self.vectors = torch.zeros(self.batch, 2, **real), torch.empty(2, n, **real)
+        self.peaks = torch.empty(programs_at_once(device, 1, triton.cdiv(n, 4)), **real)
         self.waiting = counters(device)
 
-    def check(self, G: Tensor, lr: Any, found_inf: Tensor | None, limit: float) -> None:
+    def check(self, G: Tensor, how: Any, found_inf: Tensor | None, limit: float) -> None:
         """Look whether the gradient and the rate are good; all that follows asks for it."""
         launch(
             check_kernel, (self.programs,), self.device,
-            G, self.flags, found_inf, lr, G.numel(), limit,
-            FOUND=found_inf is not None, RATE_ON_DEVICE=isinstance(lr, Tensor), BLOCK=2048,
-            together=False,
+            G, self.flags, found_inf, how.lr, G.numel(), limit,
+            FOUND=found_inf is not None, RATE_ON_DEVICE=isinstance(how.lr, Tensor),
+            RAW=how.adapt is None, BLOCK=CHECKED, num_warps=8, together=False,
         )  # fmt: skip
 
     def differentiate(self, W: Tensor, G: Tensor, state: dict[str, Any], how: Any) -> None:
         """D from both moments of G Wᵀ, which are updated."""
         beta1, beta2 = how.betas
-        if not self.fused:
-            torch.matmul(G.view_as(self.D), W.view_as(self.D).mT, out=self.D)
+        tile = TILE if self.n <= PLAIN else WIDE_TILE
+        tiles = triton.cdiv(self.n, tile["SIDE"]) * triton.cdiv(self.n, tile["WIDE"])
+        launch(
+            product_kernel, (tiles, self.batch), self.device, G, W, self.D, self.n,
+            PRECISION="tf32x3" if self.n <= PLAIN else "tf32", **tile, together=False,
+        )  # fmt: skip
         launch(
             moments_kernel, (self.tiles, self.tiles, self.batch), self.device,
-            G, W, self.D, state.get("planes"), state.get("ambient"), self.D, state.get("foresight"),
+            self.D, state.get("planes"), state.get("ambient"), self.D, state.get("foresight"),
             self.misses, self.rates, state["step"], how.lr, self.flags, self.programs,
             self.n, how.share, beta1, beta2, math.sqrt(beta2), math.sqrt(1 - beta2),
             _log(beta1), _log(beta2),
             ADAPT=how.adapt is not None, RATE_ON_DEVICE=isinstance(how.lr, Tensor),
-            FUSED=self.fused, SIDE=self.side, DEPTH=self.depth, ALL=power_of_2(self.programs),
-            num_warps=8 if self.side == 128 else 4, together=False,
+            SIDE=SIDE, ALL=power_of_2(self.programs), num_warps=4, together=False,
         )  # fmt: skip
 
     def choose(self, step: Tensor, seed: int, stream: int) -> None:
@@ -109,27 +121,50 @@ class Planes:
 
     def turn(self, W: Tensor, state: dict[str, Any], how: Any) -> None:
         """Turn W and the ambient mean, and count the step."""
-        rows = max(16, power_of_2(self.n))
-        columns = max(1, min(8, HELD // rows))
+        shape = TURN if self.n <= PLAIN else WIDE_TURN
+        rows = max(16, min(power_of_2(self.n), shape["ROWS"]))
         adapt = how.adapt is not None
         launch(
-            gather_kernel, (triton.cdiv(self.n, columns), 1 + adapt, self.batch), self.device,
+            turn_all_kernel,
+            (triton.cdiv(self.n, shape["COLUMNS"]), 1 + adapt, self.batch), self.device,
             W, state.get("ambient"), self.partners, self.cos, self.sin, self.flags, self.programs,
             state.get("foresight"), self.misses, state["step"], state["skipped"],
             self.batch, self.n, self.turns, self.tiles, how.betas[1],
-            ADAPT=adapt, ROWS=rows, COLUMNS=columns, ALL=power_of_2(self.programs),
-            TILES=power_of_2(self.tiles), num_warps=max(1, min(16, rows * columns // 1024)),
-            together=False,
+            ADAPT=adapt, ROWS=rows, COLUMNS=shape["COLUMNS"], ALL=power_of_2(self.programs),
+            TILES=power_of_2(self.tiles), together=False,
+            num_warps=max(1, shape["num_warps"] * rows // shape["ROWS"]),
         )  # fmt: skip
 
-    def settle(self, state: dict[str, Any], how: Any) -> None:
-        """Count the step, where `turn` does not."""
+    def exponentiate(self, W: Tensor, state: dict[str, Any], how: Any) -> None:
+        """Turn W and the ambient mean in all planes at once, and count the step."""
+        n, adapt = self.n, how.adapt is not None
+        block = max(16, power_of_2(n))
+        rows = max(1, min(8192 // block, power_of_2(triton.cdiv(n, self.peaks.numel()))))
         launch(
-            settle_kernel, (1,), self.device,
-            state.get("foresight"), self.misses, state["step"], state["skipped"], self.flags,
-            self.programs, self.batch, self.n, self.tiles, how.betas[1],
-            ADAPT=how.adapt is not None, ALL=power_of_2(self.programs),
-            TILES=power_of_2(self.tiles), num_warps=1, together=False,
+            length_kernel, (self.peaks.numel(),), self.device,
+            self.D, self.vectors, self.peaks, self.scalars, self.rates, self.waiting,
+            self.batch, n,
+            ROWS=rows, BLOCK=block, ALL=power_of_2(self.peaks.numel()),
+            num_warps=max(1, min(8, rows * block // 512)),
+        )  # fmt: skip
+        scale, a = self.scalars[:, :, None, None].unbind(1)
+        stack = W.view(-1, n, n)
+        X = scale * self.D
+        # One product for both: a small one leaves most of the device idle.
+        follower = state["ambient"].view_as(stack) if adapt else None
+        both = stack if follower is None else torch.cat([stack, follower], -1)
+        moved = X @ both
+        XW = moved[..., :n]
+        Y = torch.addcmul(stack + XW, a, X @ XW)
+        Y = torch.baddbmm(Y, Y @ Y.mT, Y, beta=1.5, alpha=-0.5)
+        size = W.numel()
+        launch(
+            finish_kernel, (triton.cdiv(size, 2048),), self.device,
+            W, Y, follower, moved, self.flags, self.programs,
+            state.get("foresight"), self.misses, state["step"], state["skipped"],
+            size, self.batch, n, moved.shape[-1], self.tiles, how.betas[1],
+            ADAPT=adapt, ALL=power_of_2(self.programs), TILES=power_of_2(self.tiles),
+            BLOCK=2048, together=False,
         )  # fmt: skip
 
     def tidy(self, W: Tensor, step: Tensor, how: Any) -> None:

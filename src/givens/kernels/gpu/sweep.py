@@ -34,13 +34,13 @@ def angles_kernel(D, partners, cos, sin, rates, n, turns, BLOCK: tl.constexpr, E
 
 
 @triton.jit(do_not_specialize=["beta2"])
-def gather_kernel(
+def turn_all_kernel(
     W, ambient, partners, cos, sin, flags, count, foresight, misses, step, skipped,
     batch, n, turns, tiles, beta2,
     ADAPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr,
     TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Take some columns of W, or of the ambient mean, through all pairings."""
+    """Take some columns of W, or of the ambient mean, through all pairings, ROWS rows at a time."""
     follow(EARLY)
     b = tl.program_id(2)
     M = W
@@ -48,30 +48,35 @@ def gather_kernel(
         if tl.program_id(1) == 1:
             M = ambient
     if not is_bad(flags, count, ALL):
-        rows = tl.arange(0, ROWS)
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         base = M + b.to(tl.int64) * n * n
-        own = b * turns * n + rows
-        partner = tl.load(partners + own, mask=rows < n, other=0)
-        c = tl.load(cos + own, mask=rows < n, other=1.0)
-        s = tl.load(sin + own, mask=rows < n, other=0.0)
-        for k in range(1, turns + 1):
-            # A pair is turned where its first axis stands.
-            turning = (partner > rows)[:, None] & (columns < n)[None, :]
-            at_i = base + rows[:, None].to(tl.int64) * n + columns[None, :]
-            at_j = base + partner[:, None].to(tl.int64) * n + columns[None, :]
+        parts = tl.cdiv(n, ROWS)
+        row = tl.arange(0, ROWS)
+        at = b * turns * n + row
+        partner = tl.load(partners + at, mask=row < n, other=0)
+        c = tl.load(cos + at, mask=row < n, other=1.0)
+        s = tl.load(sin + at, mask=row < n, other=0.0)
+        for done in range(1, turns * parts + 1):
+            # A pair is turned where its first axis stands. A matrix has less than 2³¹ numbers.
+            turning = (partner > row)[:, None] & (columns < n)[None, :]
+            at_i = base + (row * n)[:, None] + columns[None, :]
+            at_j = base + (partner * n)[:, None] + columns[None, :]
             x = tl.load(at_i, mask=turning, other=0.0)
             y = tl.load(at_j, mask=turning, other=0.0)
             c_now = c[:, None]
             s_now = s[:, None]
-            # The next pairing is on its way while this one is turned.
-            after = own + tl.minimum(k, turns - 1) * n
-            partner = tl.load(partners + after, mask=rows < n, other=0)
-            c = tl.load(cos + after, mask=rows < n, other=1.0)
-            s = tl.load(sin + after, mask=rows < n, other=0.0)
+            # What comes next is on its way while these rows are turned.
+            after = tl.minimum(done, turns * parts - 1)
+            row = (after % parts) * ROWS + tl.arange(0, ROWS)
+            at = (b * turns + after // parts) * n + row
+            partner = tl.load(partners + at, mask=row < n, other=0)
+            c = tl.load(cos + at, mask=row < n, other=1.0)
+            s = tl.load(sin + at, mask=row < n, other=0.0)
             tl.store(at_i, c_now * x + s_now * y, mask=turning)
             tl.store(at_j, c_now * y - s_now * x, mask=turning)
-            tl.debug_barrier()
+            if done % parts == 0:
+                # The next pairing brings other rows together.
+                tl.debug_barrier()
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (b == 0):
         settle(
             foresight, misses, step, skipped, flags, count, batch, n, tiles, beta2,

@@ -23,6 +23,7 @@ from givens.kernels.gpu.grid import (
     shuffle_bits,
     stream_key,
 )
+from givens.kernels.gpu.moments import is_wrong_rate
 
 TIDY = tl.constexpr(TIDY_EVERY)
 TIDY_FROM = tl.constexpr(TIDY_STREAM)
@@ -262,8 +263,8 @@ def descend_kernel(
         good = good & (tl.load(skip) == 0)
     steps = t.to(tl.float64)
     rate = 0.0 * steps + share * (tl.load(lr) if RATE_ON_DEVICE else lr)
-    # A rate that is not finite would make W so too.
-    good = good & (rate - rate == 0)
+    if RATE_ON_DEVICE:
+        good = good & (is_wrong_rate(tl.load(lr).to(tl.float32)) == 0)
     if ADAPT == 1:
         rate = rate * tl.sqrt(1 - tl.exp(steps * LOG_BETA2))
         if MOMENTUM:
@@ -309,9 +310,9 @@ def descend_kernel(
                         angle = tl.where(now > 0, rate / now, 0.0)
                     theta = (angle * tl.load(detail)).to(tl.float32)
                     if OVERLAP:
-                        # One after another, by `turn_kernel`.
+                        # One after another, by `turn_kernel`; the raw step's angle may overflow.
                         tl.debug_barrier()
-                        tl.store(detail, theta)
+                        tl.store(detail, tl.where(tl.abs(theta) < float("inf"), theta, 0.0))
                     else:
                         ii = tl.load(detail + 1)
                         ij = tl.load(detail + 2)
