@@ -19,7 +19,7 @@ from torch import Tensor
 
 import givens
 from givens.kernels.gpu.matching import Matcher
-from givens.kernels.gpu.nearest import nearest
+from givens.kernels.gpu.nearest import assign
 from givens.paper.fig4 import captured, timed_by_events
 from givens.paper.rows import environment, write
 
@@ -100,8 +100,8 @@ def time_nearest(N: int, n: int, D: int, K: int) -> list[dict[str, object]]:
         parts = (x.view(len(x), D, n // D).transpose(0, 1) for x in X.split(chunk))
         return torch.cat([torch.cdist(x.contiguous(), C).argmin(-1).T for x in parts])
 
-    differ = float((nearest(X, C)[0].long() != product(65_536)).float().mean())
-    ways: dict[str, Callable[[], object]] = {"givens": lambda: nearest(X, C)}
+    differ = float((assign(X, C)[0].long() != product(65_536)).float().mean())
+    ways: dict[str, Callable[[], object]] = {"givens": lambda: assign(X, C)}
     for chunk in (16_384, 65_536, 262_144):
         ways[f"baddbmm, chunks of {chunk}"] = lambda chunk=chunk: product(chunk)
     ways["cdist, chunks of 65536"] = lambda: distances(65_536)

@@ -94,6 +94,7 @@ def _(Y: Tensor, codebooks: Tensor) -> Tensor:
     return Y.new_empty(len(Y), len(codebooks), dtype=dtype)
 
 
+@kernels.operation
 def quantize(
     Y: Float[Tensor, "N n"],
     codebooks: Float[Tensor, "D K w"],
@@ -104,13 +105,6 @@ def quantize(
 
     Takes float32.
     """
-    if fused(Y, codebooks):
-        from givens.kernels.gpu import nearest as kernel
-
-        found = Quantized(*kernel.quantize(Y, codebooks, usage, share))
-        if torch.are_deterministic_algorithms_enabled():
-            found = found._replace(distortion=mean_square(found.errors))
-        return found
     D, K, _ = codebooks.shape
     codes = nearest(Y, codebooks)
     at = (codes + K * torch.arange(D, device=Y.device)).view(-1)
@@ -181,44 +175,26 @@ def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clu
     errors = torch.zeros_like(counts)
     for Y in parts:
         codes, distances = assign(Y, C)
-        if kernels.choose(Y) == "numba":
-            from givens.kernels.cpu import nearest as loops
-
-            added = torch.zeros_like(sums, dtype=torch.float32)
-            arrays = (Y, codes, distances, added, counts, errors)
-            loops.add_up(*(array.numpy() for array in arrays))
-            sums += added
-            continue
-        # A product with ones and zeros adds in a fixed order on a GPU, which scattering does not.
-        for rows in slices(len(Y), _buffer(Y) // (D * K)):
-            member = (codes[rows].T[..., None] == torch.arange(K, device=Y.device)).to(Y.dtype)
-            y = Y[rows].expand(D, -1, -1) if whole else cut(Y[rows], D)
-            sums += member.mT @ y
-            counts += member.sum(1)
-            errors += (member.mT @ distances[rows].T[..., None])[..., 0]
+        add_up_(Y, codes, distances, Clusters(sums, counts, errors), whole=whole)
     return Clusters(sums, counts, errors)
 
 
-def fused(Y: Tensor, C: Tensor) -> bool:
-    """Whether a GPU kernel finds the nearest codewords."""
-    if not kernels.on_device(Y):
-        return False
-    from givens.kernels.gpu import nearest as kernel
+@kernels.operation
+def add_up_(Y: Tensor, codes: Tensor, distances: Tensor, to: Clusters, *, whole: bool) -> None:
+    """Add vectors, ones and squared distances to the clusters that the codes name, in place."""
+    D, K = to.counts.shape
+    # A product with ones and zeros adds in a fixed order on a GPU, which scattering does not.
+    for rows in slices(len(Y), _buffer(Y) // (D * K)):
+        member = (codes[rows].T[..., None] == torch.arange(K, device=Y.device)).to(Y.dtype)
+        y = Y[rows].expand(D, -1, -1) if whole else cut(Y[rows], D)
+        to.sums.add_(member.mT @ y)
+        to.counts.add_(member.sum(1))
+        to.errors.add_((member.mT @ distances[rows].T[..., None])[..., 0])
 
-    return C.shape[-1] <= kernel.WIDEST
 
-
+@kernels.operation
 def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (N, D) and squared distances (N, D) of Y (N, n), float32: the one hot loop."""
-    if fused(Y, C):
-        from givens.kernels.gpu import nearest as kernel
-
-        return kernel.nearest(Y, C)
-    if kernels.choose(Y) == "numba":
-        from givens.kernels.cpu import nearest as loops
-
-        found = loops.nearest(Y.contiguous().numpy(), C.contiguous().numpy())
-        return torch.from_numpy(found[0]), torch.from_numpy(found[1])
     D, K, _ = C.shape
     # From the codewords' mean both are small, and so is what rounding does to |x|² − 2x·c + |c|².
     mean = C.mean(1, keepdim=True)

@@ -155,17 +155,7 @@ class GCD(Optimizer):
         for W, G, options in work:
             state = self.state[W]
             _start(state, W, options)
-            backend = kernels.choose(W)
-            if backend == "reference":
-                step_(W, G, state, options, found_inf)
-            elif backend == "numba":
-                from givens.steps import cpu
-
-                cpu.step_(W, G, state, options, self._workspaces)
-            else:
-                from givens.steps import gpu
-
-                gpu.step_(W, G, state, options, found_inf, self._workspaces)
+            step_(W, G, state, options, found_inf, self._workspaces)
         return loss
 
     def _check_again(self, number: int, group: dict[str, Any]) -> None:
@@ -179,6 +169,7 @@ class GCD(Optimizer):
             self._checked[number] = now
 
 
+@kernels.operation
 @torch.no_grad()
 def step_(
     W: Tensor,
@@ -186,8 +177,9 @@ def step_(
     state: dict[str, Any],
     how: Options,
     found_inf: Tensor | None = None,
+    workspaces: dict[Any, Any] | None = None,
 ) -> None:
-    """One step on one matrix or stack, in torch: the oracle of the compiled versions."""
+    """One step on one matrix or stack; `workspaces` are buffers of the compiled versions."""
     check_gradient(W, G, how)
     if not largest(G) <= gradient_limit(W, how) or (found_inf is not None and found_inf):
         state["skipped"] += 1

@@ -18,7 +18,6 @@ Procrustes keep the codewords where they are and use T alone.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 import torch
@@ -26,7 +25,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from givens import kernels, pairing
-from givens.kernels.gpu.replay import Replay
 from givens.kmeans import Clusters
 from givens.rotation import nearest, orthonormalise_rows_, skew_magnitudes, turn_rows_
 
@@ -77,18 +75,13 @@ def cross_products(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
     return (Z.transpose(0, 1) @ own.permute(2, 1, 0)).transpose(0, 1).reshape(n, n)
 
 
+@kernels.operation
 def root_gains(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
     """√gain of the best turn in each plane, symmetric to the last bit.
 
     A gain is of second order in the angle: its root is what |A_ij| is elsewhere.
     """
     n, D, _ = Z.shape
-    if kernels.choose(Z) == "numba":
-        from givens.kernels.cpu import angles
-
-        roots, scratch = Z.new_empty(n, n), Z.new_empty(n, n)
-        angles.root_gains(Z.numpy(), scratch.numpy(), roots.numpy())
-        return roots
     T = cross_products(Z)
     powers = Z.square().sum(-1).repeat_interleave(n // D, dim=1)
     own = powers.diagonal()
@@ -100,14 +93,9 @@ def root_gains(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
     return (torch.where(alpha > 0, slope, length - alpha) / 2).sqrt()
 
 
+@kernels.operation
 def plane_angles(Z: Float[Tensor, "n D K"], pairs: Int[Tensor, "k 2"]) -> Float[Tensor, " k"]:
     """The best angle in each of the planes, from their axes alone: O(nK)."""
-    if kernels.choose(Z) == "numba":
-        from givens.kernels.cpu import angles
-
-        theta = Z.new_empty(len(pairs))
-        angles.angles(Z.numpy(), pairs.numpy(), theta.numpy())
-        return theta
     n, D, _ = Z.shape
     i, j = pairs.unbind(-1)
     d, e = i // (n // D), j // (n // D)
@@ -152,16 +140,17 @@ def turn_best_(
             turn_rows_(W, planes, theta, disjoint=True)
         return pairs
 
-    again = None
-    if method == "gcd-greedy" and kernels.choose(W) == "triton":
-        # It waits for nothing, and asks for nothing but W and Z, which stay where they are.
-        again = Replay(W.device)
+    # Greedy turns need nothing but W and Z, which stay where they are, and no host synchronisation.
+    turn = record(W, once) if method == "gcd-greedy" else once
     for s in range(step, step + steps):
-        if again is None:
-            once(s)
-        else:
-            again(partial(once, s))
+        turn(s)
         _tidy_(W, seed, s)
+
+
+@kernels.operation
+def record(W: Tensor, once: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """Work on W that is the same at every step, as it may be recorded once and replayed."""
+    return once
 
 
 def turn_raw_(
@@ -237,9 +226,4 @@ def _tidy_(W: Tensor, seed: int, step: int) -> None:
     """Undo what rounding does to W, on a random pairing, now and then."""
     if step % TIDY_EVERY == 0:
         pairs = pairing.random_pairs(len(W), seed, step=step, stream=kernels.TIDY_STREAM)
-        if kernels.choose(W) == "numba":
-            from givens.kernels.cpu import turning
-
-            turning.orthonormalise_rows(W.numpy(), pairs.numpy())
-        else:
-            orthonormalise_rows_(W, pairs.to(W.device))
+        orthonormalise_rows_(W, pairs.to(W.device))

@@ -16,7 +16,7 @@ from givens import distributed
 from givens.checks import check_choice, check_lengths, check_number, check_seed, check_sizes
 from givens.fixed.fit import Init, Method, fit
 from givens.kmeans import Quantized, nearest, quantize
-from givens.layer.straight_through import StraightThrough, normalised
+from givens.layer.straight_through import StraightThrough, normalise, normalise_exactly
 from givens.quantizer import Codes, Metric, Quantizer
 from givens.rotation import Rotation, full_precision
 
@@ -115,7 +115,7 @@ class IndexLayer(nn.Module):
                 unit = length = None
                 # In eval as in a Quantizer, so that both round alike.
                 if self.metric == "cosine":
-                    unit, length = normalised(v, exact=not self.training)
+                    unit, length = (normalise if self.training else normalise_exactly)(v)
                 R = W.mT if self.training else W.mT.contiguous()
                 lists, residual = self._listed((v if unit is None else unit) @ R)
                 codes, *found = self._quantized(residual, count=self.training)
@@ -271,7 +271,7 @@ class IndexLayer(nn.Module):
         )
 
     def _entered(self, v: Tensor) -> Tensor:
-        return normalised(v)[0] if self.metric == "cosine" else v
+        return normalise_exactly(v)[0] if self.metric == "cosine" else v
 
     def _passed(self, x: Tensor) -> Indexed:
         """Pass x on, with gradients of 0, for which DistributedDataParallel waits."""

@@ -1,4 +1,4 @@
-"""Steps of GCD: which planes one turns; `cpu` and `gpu` are `optim.step_` compiled."""
+"""Steps of GCD: the planes one turns, and the gradients it takes."""
 
 import math
 from collections.abc import Callable

@@ -326,6 +326,18 @@ def match_kernel(
             tl.debug_barrier()
 
 
+def match_nearly(magnitudes: Tensor, steepest: bool) -> Tensor:
+    """`pairing.match_nearly`, of a stack at once."""
+    n = magnitudes.shape[-1]
+    if n == 1:
+        return magnitudes.new_empty(*magnitudes.shape[:-2], 0, 2, dtype=torch.int64)
+    matcher = Matcher(magnitudes)
+    pairs = matcher.new_pairs()
+    match = matcher.steepest if steepest else matcher.greedy
+    match(magnitudes.contiguous(), pairs)
+    return pairs[:, : n // 2].long().view(*magnitudes.shape[:-2], n // 2, 2)
+
+
 class Matcher:
     """The buffers of the matchings of one matrix or stack, and the launches that use them."""
 

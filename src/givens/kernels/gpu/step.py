@@ -5,6 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from givens import kernels, pairing
+from givens.kernels.gpu.matching import Matcher
+from givens.kernels.gpu.planes import Planes
+from givens.kernels.gpu.turning import Turner
 from givens.rotation import turn_by_exponential_
 from givens.steps import buffers, choose_partners, every_pairing, gradient_limit
 from givens.steps.options import Options
@@ -39,8 +42,6 @@ def _turn_planes(
     workspaces: dict[Any, Any],
 ) -> None:
     """`optim.turn_planes_`; D is a product in TF32 where n is large (`kernels.gpu.planes`)."""
-    from givens.kernels.gpu.planes import Planes
-
     n = W.shape[-1]
     planes = buffers(workspaces, Planes, W, 1 if how.by_products(n) else _rounds(n, how))
     planes.check(G, how.lr, found_inf, gradient_limit(W, how))
@@ -75,9 +76,6 @@ def _turn_pairings(
     The product that chooses the planes may use TF32; their angles come from float32 sums over the
     chosen rows alone.
     """
-    from givens.kernels.gpu.matching import Matcher
-    from givens.kernels.gpu.turning import Turner
-
     turner = buffers(workspaces, Turner, W)
     H = state["momentum"] if how.momentum else None
     skip = found_inf
