@@ -24,11 +24,11 @@ from givens.kernels.gpu.grid import (
     counters,
     follow,
     hashed,
-    launch,
     power_of_2,
     programs_at_once,
     unhashed,
 )
+from givens.kernels.gpu.launch import launch
 from givens.kernels.gpu.magnitudes import magnitudes_kernel
 
 NOTHING = tl.constexpr(-(2**63))

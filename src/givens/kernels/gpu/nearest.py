@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from givens import kernels
-from givens.kernels.gpu.grid import launch, power_of_2
+from givens.kernels.gpu.grid import power_of_2
+from givens.kernels.gpu.launch import launch
 from givens.kmeans import Quantized, mean_square
 
 # The widest sub-vector: a program holds it whole.

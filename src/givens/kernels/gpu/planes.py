@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 
 from givens.kernels.gpu.choosing import ROUNDS, fill_kernel, list_kernel, rounds_kernel
-from givens.kernels.gpu.grid import counters, launch, power_of_2, programs_at_once, shuffle_bits
+from givens.kernels.gpu.grid import counters, power_of_2, programs_at_once, shuffle_bits
+from givens.kernels.gpu.launch import launch
 from givens.kernels.gpu.moments import check_kernel, moments_kernel, settle_kernel
 from givens.kernels.gpu.sweep import angles_kernel, gather_kernel, tidy_kernel
 

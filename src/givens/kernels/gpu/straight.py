@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from givens.checks import SHORTEST
-from givens.kernels.gpu.grid import launch, power_of_2
+from givens.kernels.gpu.grid import power_of_2
+from givens.kernels.gpu.launch import launch
 from givens.layer.straight_through import Gradients, Kept
 
 # Numbers in a program, where a sub-vector has fewer.
