@@ -46,7 +46,7 @@ def matrices(n: int, data: Path | None) -> dict[str, Tensor]:
     if data:
         x = torch.from_numpy(np.load(data)).flatten()
         x = x[: x.numel() // n * n].view(-1, n)[:20_000].cuda().float()
-        q = givens.fit(x, subspaces=n // 16, codewords=64, method="pq", iterations=5)
+        q = givens.fit(x, subspaces=n // 16, codewords=64, method="pq", max_iter=5)
         T = (x.T @ q.decode(q.encode(x))).cpu() * (2 / len(x))
         kinds |= {"captured": T - T.T, "hubs": skew(T)}
     return kinds

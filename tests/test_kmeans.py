@@ -163,7 +163,7 @@ def test_updated_keeps_what_has_nobody_to_share_with():
     ("arguments", "message"),
     [
         ({"codewords": 11}, "codewords must be in 1..N, but got codewords=11 for N=10"),
-        ({"codewords": 0}, "codewords must be in 1..N"),
+        ({"codewords": 0}, "codewords must be at least 1, but got codewords=0"),
         ({"codewords": 2, "start": "farthest"}, "start must be one of 'sampled', 'plus-plus'"),
         ({"codewords": 2, "start": torch.zeros(1, 2, 3)}, r"start must have shape \(2, 2, 3\)"),
     ],

@@ -5,11 +5,14 @@ So none may be longer than `LONGEST`; where directions are compared, by cosine, 
 be shorter than `SHORTEST`; and where a quantizer is fitted, the longest must reach that.
 """
 
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +25,40 @@ MOST = (1 << 31) - 1
 SEEDS = 1 << 62
 # Characters of a value in a message.
 WIDE = 60
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def accept_old_calls(
+    *positional: str, **renamed: str
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a function be called as before, with a warning that says how to call it now.
+
+    Args:
+        *positional: keywords that could be given by position, after the positional ones of now.
+        **renamed: keywords that have another name now.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+        first = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> T:
+            late = dict(zip(positional, args[first:], strict=False))
+            old = {renamed[name]: options.pop(name) for name in renamed if name in options}
+            now = {**late, **old}
+            if now:
+                how = ", ".join(f"{name}={_shown(value)}" for name, value in now.items())
+                message = f"call {function.__name__} with {how}: it takes keywords by these names"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return function(*args[:first], *args[first + len(late) :], **now, **options)
+
+        return call
+
+    return decorate
 
 
 def check_table(name: str, x: Any, dim: int | None = None) -> None:

@@ -90,6 +90,11 @@ class Quantizer:
         return self.codebooks.shape[1]
 
     @property
+    def device(self) -> torch.device:
+        """Where its parts are, and its codes will be."""
+        return self.rotation.device
+
+    @property
     def fingerprint(self) -> str:
         """By which an index and a model know that they belong together."""
         digest = hashlib.sha256(self.metric.encode())
@@ -101,14 +106,14 @@ class Quantizer:
     def rotate(self, x: Any) -> Float[Tensor, "N n"]:
         """Y = x R, normalised before where the metric is cosine: what the codebooks are for."""
         check_table("x", x, self.dim)
-        x = torch.as_tensor(x, dtype=self.rotation.dtype, device=self.rotation.device)
+        x = torch.as_tensor(x, dtype=self.rotation.dtype, device=self.device)
         check_lengths("x", x, self.metric)
         return self._rotated(x)
 
     def encode(self, x: Any) -> Codes:
         """The codes of vectors (N, n), on the quantizer's device."""
         x = as_vectors(x)
-        N, device = self._rows(x), self.rotation.device
+        N, device = self._rows(x), self.device
         fine = torch.empty(N, self.subspaces, dtype=torch.uint8, device=device)
         coarse = torch.empty(N, dtype=torch.int64, device=device)
         at = 0
@@ -130,7 +135,7 @@ class Quantizer:
 
     def decode(self, codes: Codes) -> Float[Tensor, "N n"]:
         """The vectors that the codes stand for, rotated back: q(y) Rᵀ."""
-        with full_precision(self.rotation.device):
+        with full_precision(self.device):
             return self.codewords_of(codes) @ self.rotation.mT
 
     def codewords_of(self, codes: Codes) -> Float[Tensor, "N n"]:
@@ -148,7 +153,7 @@ class Quantizer:
         N = self._rows(x)
         if N == 0:
             raise ValueError("x must have at least one vector, but got 0")
-        total = torch.zeros((), dtype=torch.float64, device=self.rotation.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in self._chunks(x):
             Y = self._rotated(part)
             q = self.codewords_of(self.encode_rotated(Y))
@@ -166,7 +171,7 @@ class Quantizer:
             return (Y @ self.coarse.mT).argmax(1)
 
     def to(self, device: torch.device | str) -> "Quantizer":
-        """The same quantizer on another device."""
+        """The same quantizer on another device, as a new one."""
         coarse = None if self.coarse is None else self.coarse.to(device)
         rotation, codebooks = self.rotation.to(device), self.codebooks.to(device)
         return Quantizer(rotation, codebooks, coarse, self.metric)
@@ -174,6 +179,21 @@ class Quantizer:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, whole or not at all."""
         files.save(path, KIND, self._tensors(), {"metric": self.metric})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Quantizer":
+        """Read what `save` wrote, on the CPU; a file that is not as it was saved is refused."""
+        contents = files.load(path, KIND)
+        parts = contents.tensors
+        try:
+            rotation, codebooks = parts.pop("rotation"), parts.pop("codebooks")
+            coarse, metric = parts.pop("coarse", None), contents.metadata["metric"]
+            if parts:
+                raise ValueError(f"it has an unknown part {min(parts)!r}")
+            return cls(rotation, codebooks, coarse, metric)
+        except (KeyError, ValueError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path} is not a quantizer: {what}") from error
 
     def __repr__(self) -> str:
         return (
@@ -226,7 +246,7 @@ class Quantizer:
         """Slices of x in float32 on the device, as far as it can compare them."""
         widest = max(self.dim, 0 if self.coarse is None else len(self.coarse))
         at = 0
-        for part in chunks(x, BUFFER // widest, self.rotation.device):
+        for part in chunks(x, BUFFER // widest, self.device):
             check_lengths("x", part, self.metric, first=at)
             yield part
             at += len(part)
@@ -234,17 +254,7 @@ class Quantizer:
 
 def load(path: str | Path) -> Quantizer:
     """Read a quantizer that `Quantizer.save` wrote; one that is not as it was saved is refused."""
-    contents = files.load(path, KIND)
-    parts = contents.tensors
-    try:
-        rotation, codebooks = parts.pop("rotation"), parts.pop("codebooks")
-        coarse, metric = parts.pop("coarse", None), contents.metadata["metric"]
-        if parts:
-            raise ValueError(f"it has an unknown part {min(parts)!r}")
-        return Quantizer(rotation, codebooks, coarse, metric)
-    except (KeyError, ValueError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path} is not a quantizer: {what}") from error
+    return Quantizer.load(path)
 
 
 def _part(name: str, tensor: Tensor, ndim: int, device: torch.device) -> Tensor:

@@ -185,7 +185,7 @@ def fit(
             Not for residual stages alone, which a rotation does not change.
         metric: "l2", or "cosine", for which vectors are normalised.
         seed: of everything that is drawn.
-        sample: how many vectors to look at, which are then in memory; None for all.
+        sample: how many vectors to look at, which are then in memory; 0 for all.
         callback: told of every pass over the tail.
     """
     if metric not in ("l2", "cosine"):
@@ -200,7 +200,7 @@ def fit(
     x = as_vectors(x)
     if len(x.shape) != 2:
         raise ValueError(f"x must have shape (N, n), but got {tuple(x.shape)}")
-    data = Sample(x, torch.device("cpu")).drawn(len(x) if sample is None else sample, seed)
+    data = Sample(x, torch.device("cpu")).drawn(sample or len(x), seed)
     data.check(metric)
     if metric == "cosine":
         data = data.seen(normalise=True)
@@ -212,8 +212,8 @@ def fit(
         left = left - centroids[-1][nearest(left, centroids[-1][None])[:, 0].long()]
     tail = None
     if subspaces:
-        how: dict[str, Any] = {"method": method or "gcd-greedy", "seed": seed, "sample": None}
-        tail = fit_quantizer(left, subspaces, codewords, callback=callback, **how)
+        how: dict[str, Any] = {"method": method or "gcd-greedy", "seed": seed, "sample": 0}
+        tail = fit_quantizer(left, subspaces, codewords=codewords, callback=callback, **how)
     return Tokenizer(centroids, tail, metric == "cosine")
 
 

@@ -457,10 +457,10 @@ def test_fit_by_recorded_turns_and_by_torch():
     generator = torch.Generator(device="cuda").manual_seed(0)
     x = torch.randn(4000, 32, generator=generator, device="cuda")
     x *= torch.linspace(2, 0.2, 32, device="cuda")
-    how = {"iterations": 6, "sample": None, "init": "identity"}
-    recorded = givens.fit(x, 8, 16, **how).distortion(x)
+    how = {"max_iter": 6, "sample": None, "init": "identity"}
+    recorded = givens.fit(x, 8, codewords=16, **how).distortion(x)
     with givens.backend("reference"):
-        plain = givens.fit(x, 8, 16, **how).distortion(x)
+        plain = givens.fit(x, 8, codewords=16, **how).distortion(x)
     assert recorded == pytest.approx(plain, rel=0.02)
 
 

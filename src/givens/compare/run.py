@@ -163,7 +163,8 @@ def compare(
     done = {(row["method"], row["index"]) for row in before}
     with _threads(options.threads):
         # Compiled before it is timed.
-        givens.fit(torch.randn(512, 8, generator=torch.Generator().manual_seed(0)), 2, 16)
+        small = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
+        givens.fit(small, 2, codewords=16)
         tell(0, len(asked), "exact neighbours")
         metric = ranked_by(options.metric)
         truth = ground_truth(data.base, data.queries, K, metric).numpy()

@@ -281,7 +281,7 @@ def _lists(q: Quantizer, source: Source, ids: Ids) -> tuple[Ids, npt.NDArray[np.
     # Its parts live as long as it does.
     index = empty_index(q, table=False)
     pq = inverted(index).pq
-    N, code, device = len(source.vectors), pq.code_size, q.rotation.device
+    N, code, device = len(source.vectors), pq.code_size, q.device
     numbers, codes, at = np.empty(N, np.int64), np.empty((N, code), np.uint8), 0
     for part, _ in source.slices():
         rows = slice(at, at := at + len(part))

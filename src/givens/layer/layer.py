@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from givens import distributed
-from givens.checks import check_choice, check_lengths, check_number, check_seed, check_sizes
+from givens.checks import (
+    check_choice,
+    check_lengths,
+    check_number,
+    check_seed,
+    check_sizes,
+    check_whole,
+)
 from givens.fixed.fit import Init, Method, fit
 from givens.kmeans import Quantized, nearest, quantize
 from givens.layer.straight_through import StraightThrough, normalise, normalise_exactly
@@ -46,7 +53,7 @@ class IndexLayer(nn.Module):
     `layer.warm` is False. It computes in float32, also under autocast, and waits for no device.
 
         turn = givens.GCD(layer.rotation.parameters(), lr=1e-2)
-        adam = torch.optim.Adam([*towers.parameters(), *layer.index_parameters()])
+        adam = torch.optim.Adam([*towers.parameters(), *layer.codebook_parameters()])
     """
 
     codebooks: nn.Parameter
@@ -139,7 +146,8 @@ class IndexLayer(nn.Module):
 
         Args:
             sample: N embeddings, at least as many as codewords and centroids.
-            iterations: the most passes over them; it stops where they no longer pay.
+            iterations: the most passes over them, `max_iter` of `fit`; it stops where they no
+                longer pay.
             method: as in `fit`: "opq", "pq" to leave R at the identity, "gcd-greedy", …
             init: as in `fit`, where R starts.
             seed: of everything that is drawn.
@@ -152,12 +160,14 @@ class IndexLayer(nn.Module):
                     f"sample must have at least as many vectors as {name}, "
                     f"but got {len(sample)} for {name}={count}"
                 )
+        check_whole("iterations", iterations, 1)
         check_lengths("sample", sample.detach().float(), self.metric)
         how: Any = {"method": method, "metric": self.metric, "init": init, "seed": seed}
-        how |= {"iterations": iterations, "sample": None, "device": self.codebooks.device}
+        how |= {"max_iter": iterations, "sample": 0, "device": self.codebooks.device}
         with full_precision(self.codebooks.device):
             first = distributed.is_first()
-            self.start_from(fit(sample.detach().float(), D, K, L, **how) if first else None)
+            x = sample.detach().float()
+            self.start_from(fit(x, D, codewords=K, coarse=L, **how) if first else None)
 
     @torch.no_grad()
     def start_from(self, q: Quantizer | None) -> None:
@@ -209,10 +219,14 @@ class IndexLayer(nn.Module):
             rotation = self.rotation.matrix.detach().clone()
         return Quantizer(rotation, self.codebooks.detach().clone(), coarse, self.metric)
 
-    def index_parameters(self) -> list[nn.Parameter]:
-        """What an ordinary optimizer trains: codebooks and centroids, not R, which is GCD's."""
+    def codebook_parameters(self) -> list[nn.Parameter]:
+        """Codebooks and coarse centroids, for an ordinary optimizer; R is left to `GCD`."""
         parts = [self.codebooks, self.coarse]
         return [part for part in parts if part is not None and part.requires_grad]
+
+    def index_parameters(self) -> list[nn.Parameter]:
+        """`codebook_parameters`, by its earlier name."""
+        return self.codebook_parameters()
 
     @property
     def perplexity(self) -> Float[Tensor, " D"]:

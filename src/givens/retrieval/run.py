@@ -356,7 +356,7 @@ class Run:
 
 def capturable(config: Config, *, joint: bool) -> bool:
     """Whether a step waits for nothing, so that it can be recorded."""
-    waits = config.method == "expm" or config.exact
+    waits = config.method == "expm" or (config.method == "gcd-steepest" and config.exact)
     return distributed.alone() and not (joint and waits)
 
 
@@ -389,8 +389,8 @@ def start_index(layer: IndexLayer, sample: Float[Tensor, "N n"], config: Config)
     if config.start == "random":
         R = random_rotation(config.dim, config.seed).to(sample.device)
     how: dict[str, Any] = {"method": "pq", "metric": "cosine", "seed": config.seed}
-    sizes = (config.subspaces, config.codewords, config.coarse)
-    q = fit(sample @ R, *sizes, iterations=config.iterations, sample=None, **how)
+    how |= {"codewords": config.codewords, "coarse": config.coarse}
+    q = fit(sample @ R, config.subspaces, max_iter=config.iterations, sample=0, **how)
     layer.start_from(Quantizer(R, q.codebooks, q.coarse, "cosine"))
 
 
