@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from givens.kmeans import kmeans, nearest, pass_over, quantize, updated
+from givens.kmeans import kmeans, nearest, pass_over, quantize, update_centroids
 
 
 def clustered(N, D, w, seed=0):
@@ -156,7 +156,7 @@ def test_seeds_differ_and_repeat():
 def test_updated_keeps_what_has_nobody_to_share_with():
     X = torch.arange(4.0).view(4, 1, 1)
     C = torch.tensor([[[0.0], [1], [2], [3], [99]]])
-    assert torch.equal(updated(C, pass_over([X.flatten(1)], C), 0), C)
+    assert torch.equal(update_centroids(C, pass_over([X.flatten(1)], C), 0), C)
 
 
 @pytest.mark.parametrize(

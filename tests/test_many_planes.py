@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import givens
-from givens import optim, pairing, steps
+from givens import optim, options, pairing, steps
 from givens.kernels.cpu import step as cpu
-from givens.steps import options
 
 EPS = {torch.float32: 1e-6, torch.float64: 1e-14}
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float, Integer, Num
+from jaxtyping import Float, Int64, Integer, Num
 from torch import Tensor
 
 from givens import kernels
@@ -118,6 +118,16 @@ def quantize(
     return Quantized(codes, at, words, errors, mean_square(errors))
 
 
+def assign_lists(
+    Y: Float[Tensor, "N n"], centroids: Float[Tensor, "L n"], metric: str = "l2"
+) -> Int64[Tensor, " N"]:
+    """The list of each vector: the nearest centroid, or that of the largest product."""
+    if metric == "l2":
+        return nearest(Y, centroids[None])[:, 0].long()
+    with full_precision(Y.device):
+        return (Y @ centroids.mT).argmax(1)
+
+
 def mean_square(errors: Float[Tensor, "N n"]) -> Tensor:
     """The mean squared length of vectors, a scalar."""
     # By column first: a whole sum is cut up among as many threads as there are.
@@ -156,10 +166,10 @@ def kmeans(
         )
     device = X.device if isinstance(X, Tensor) else torch.device(device or "cpu")
     with full_precision(torch.device(device)):
-        C = started(X, codewords, start, seed, device)
+        C = start_centroids(X, codewords, start, seed, device)
         for iteration in range(iterations):
             parts = (part.flatten(1) for part in chunks(X, SLICE // (D * w), device))
-            C = updated(C, pass_over(parts, C), seed + iteration)
+            C = update_centroids(C, pass_over(parts, C), seed + iteration)
     return C
 
 
@@ -209,7 +219,7 @@ def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     return codes, distances
 
 
-def updated(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
+def update_centroids(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
     """Every codeword at the mean of its cluster, and the empty ones in the clusters that err most.
 
     The r-th empty codeword goes beside the r-th worst, a typical error apart from it; the next pass
@@ -231,7 +241,9 @@ def updated(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
     return C.scatter(1, empty, torch.where(split, donors + shift, C.gather(1, empty)))
 
 
-def started(X: Any, K: int, start: Start | Tensor, seed: int, device: torch.device | str) -> Tensor:
+def start_centroids(
+    X: Any, K: int, start: Start | Tensor, seed: int, device: torch.device | str
+) -> Tensor:
     """The codebooks to begin with."""
     N, D, w = X.shape
     if isinstance(start, Tensor):

@@ -15,16 +15,15 @@ from givens.kernels import GOLDEN, SHUFFLE_BITS, SHUFFLE_ROUNDS, WORD
 from givens.rotation import check_square
 
 Pairing = Literal["random", "greedy", "steepest", "overlapping-random", "overlapping-greedy"]
+# What the rest of the library calls GCD by each of them.
+Variant = Literal[
+    "gcd-random", "gcd-greedy", "gcd-steepest", "overlapping-random", "overlapping-greedy"
+]
 Pairs = Int[Tensor, "*batch k 2"]
 
 # Belief propagation is stopped here and there to round its prices to a matching; the best is kept.
 ROUND_AFTER = (8, 16, 24)
 EXCHANGES = 8
-
-
-def looks_away(pairing: Pairing) -> bool:
-    """Whether the planes may share axes, or are chosen without a look at their derivatives."""
-    return pairing not in ("greedy", "steepest")
 
 
 def random_pairs(
@@ -43,7 +42,7 @@ def random_pairs(
 def draw_pairs(n: int, seed: int, step: int, stream: int, turn: int) -> Int[Tensor, "k 2"]:
     """`random_pairs`, unchecked."""
     places = _round_robin(n, turn)
-    return _ordered(_permute(places.flatten(), n, _key(seed, step, stream)).view(-1, 2))
+    return _sort_pairs(_permute(places.flatten(), n, _key(seed, step, stream)).view(-1, 2))
 
 
 def every_pairing(n: int) -> Int[Tensor, "rounds n"]:
@@ -57,6 +56,11 @@ def every_pairing(n: int) -> Int[Tensor, "rounds n"]:
         i, j = _round_robin(n, turn).unbind(-1)
         partner[i], partner[j] = j, i
     return partners
+
+
+def every_pairing_for(W: Tensor) -> Tensor:
+    """`every_pairing` of W's axes, int32, on its device."""
+    return every_pairing(W.shape[-1]).int().to(W.device)
 
 
 def _round_robin(n: int, turn: int) -> Int[Tensor, "k 2"]:
@@ -316,7 +320,7 @@ def _check_draw(n: int, seed: int) -> None:
         raise ValueError(f"seed must be in 0..2⁶³−1, but got seed={seed}")
 
 
-def _ordered(pairs: Tensor) -> Tensor:
+def _sort_pairs(pairs: Tensor) -> Tensor:
     return torch.stack([pairs.amin(-1), pairs.amax(-1)], dim=-1)
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from givens.checks import LONGEST, check_choice, check_lengths, check_table
-from givens.kmeans import nearest
+from givens.kmeans import assign_lists, nearest
 from givens.rotation import check_orthogonal, determinant, full_precision
 from givens.storage import files
 from givens.storage.given import as_vectors
@@ -108,7 +108,7 @@ class Quantizer:
         check_table("x", x, self.dim)
         x = torch.as_tensor(x, dtype=self.rotation.dtype, device=self.device)
         check_lengths("x", x, self.metric)
-        return self._rotated(x)
+        return self._rotate(x)
 
     def encode(self, x: Any) -> Codes:
         """The codes of vectors (N, n), on the quantizer's device."""
@@ -119,7 +119,7 @@ class Quantizer:
         at = 0
         for part in self._chunks(x):
             rows = slice(at, at := at + len(part))
-            codes = self.encode_rotated(self._rotated(part))
+            codes = self.encode_rotated(self._rotate(part))
             fine[rows] = codes.fine
             if codes.coarse is not None:
                 coarse[rows] = codes.coarse
@@ -155,7 +155,7 @@ class Quantizer:
             raise ValueError("x must have at least one vector, but got 0")
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in self._chunks(x):
-            Y = self._rotated(part)
+            Y = self._rotate(part)
             q = self.codewords_of(self.encode_rotated(Y))
             # By column first: a whole sum is cut up among as many threads as there are.
             total += (Y - q).square().sum(0, dtype=torch.float64).sum()
@@ -165,10 +165,7 @@ class Quantizer:
         """The coarse centroid of rotated vectors, by the metric."""
         if self.coarse is None:
             raise ValueError("assign needs coarse centroids, but this quantizer has none")
-        if self.metric == "l2":
-            return nearest(Y, self.coarse[None])[:, 0].long()
-        with full_precision(Y.device):
-            return (Y @ self.coarse.mT).argmax(1)
+        return assign_lists(Y, self.coarse, self.metric)
 
     def to(self, device: torch.device | str) -> "Quantizer":
         """The same quantizer on another device, as a new one."""
@@ -208,7 +205,7 @@ class Quantizer:
         tensors = {"rotation": self.rotation, "codebooks": self.codebooks}
         return tensors if self.coarse is None else {**tensors, "coarse": self.coarse}
 
-    def _rotated(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor) -> Tensor:
         if self.metric == "cosine":
             x = torch.nn.functional.normalize(x)
         with full_precision(x.device):

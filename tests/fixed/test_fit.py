@@ -292,7 +292,8 @@ def test_old_calls_work_and_name_the_new_one():
     with pytest.warns(DeprecationWarning, match="call fit with tol=0.5: it takes keywords by"):
         again = fit(x, D, codewords=8, coarse=2, max_iter=2, tolerance=0.5)
     assert old.fingerprint == again.fingerprint == new.fingerprint
-    with pytest.raises(TypeError, match="positional argument"):
+    refused = pytest.raises(TypeError, match="positional argument")
+    with pytest.warns(DeprecationWarning, match="codewords=8, coarse=2"), refused:
         fit(x, D, 8, 2, "opq")
 
 

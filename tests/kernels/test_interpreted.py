@@ -21,9 +21,8 @@ from givens import optim
 from givens import pairing as pairings
 from givens.layer import straight_through
 from givens.kernels.gpu import grid, matching, nearest, planes, straight, turning
-from givens import steps as steps_of
 from givens.kernels.gpu import step as gpu
-from givens.steps.options import options_for
+from givens.options import options_for
 
 # Small enough that the rounds of the whole grid run too, and not only the last in registers.
 # Words of few bits: a draw seldom falls outside, and the interpreter is slow.
@@ -116,6 +115,7 @@ torch.testing.assert_close(steps[1][0], steps[0][0])
 givens.kernels.choose = choose
 
 # Whole steps, as the optimizer calls them on a device.
+choose_partners = optim.choose_partners
 for n, stack, held, plain, options in (
     (5, 1, 0, 0, {"pairing": "random", "adapt": None}),
     (6, 2, 0, 0, {"pairing": "random"}),
@@ -149,7 +149,7 @@ for n, stack, held, plain, options in (
     taken = lambda D, _: next(
         space.partners.long() for space in workspaces.values() if hasattr(space, "partners")
     )
-    optim.choose_partners = taken if n > 1 else steps_of.choose_partners
+    optim.choose_partners = taken if n > 1 else choose_partners
     for number in range(3):
         G = torch.randn(stack, n, n)
         for bad in (True, False):

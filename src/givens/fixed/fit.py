@@ -25,14 +25,14 @@ from givens.checks import (
 )
 from givens.fixed import turns
 from givens.fixed.sample import Sample
-from givens.kmeans import Clusters, kmeans, pass_over, updated
+from givens.kmeans import Clusters, kmeans, pass_over, update_centroids
 from givens.quantizer import Metric, Quantizer
 from givens.rotation import check_orthogonal, determinant, full_precision, random_rotation
 from givens.storage import files
 from givens.storage.given import as_vectors
 
-Method = Literal["pq"] | turns.Learned
-METHODS: tuple[str, ...] = ("pq", *get_args(turns.Learned))
+Method = Literal["pq", turns.Learned]
+METHODS: tuple[str, ...] = get_args(Method)
 Init = Literal["auto", "identity", "eigen", "random"]
 KIND = "fit"
 
@@ -147,15 +147,15 @@ def fit(
     device = torch.device(device or (x.device if isinstance(x, Tensor) else "cpu"))
     data = Sample(x, device)
     if sample:
-        data = data.drawn(sample, seed)
+        data = data.draw(sample, seed)
     with full_precision(device):
         data.check(metric)
         if metric == "cosine":
-            data = data.seen(normalise=True)
+            data = data.transform(normalise=True)
         centroids = None
         if coarse:
             centroids = _coarse(data, coarse, metric, seed, init)
-            data = data.seen(centroids=centroids)
+            data = data.transform(centroids=centroids)
         run = Run(data, subspaces, codewords, method, seed, rate, steps, max_iter, grow, tol)
         W, C = run.finish(init, callback, resume)
         return Quantizer(W.mT, C, None if centroids is None else centroids @ W.mT, metric)
@@ -206,12 +206,12 @@ class Run:
                 if callback:
                     callback(Progress(at, last, size, error, W.mT.clone(), C.clone()))
         if isinstance(init, str) and init == "auto" and self.method != "pq":
-            return min((W, C), self.plain(), key=self.error)
+            return min((W, C), self.fit_pq(), key=self.error)
         return W, C
 
     def part(self, size: int) -> Sample:
         """So many of the vectors, in memory; all of them stay where they are."""
-        return self.data if size == len(self.data) else self.data.drawn(size, self.seed)
+        return self.data if size == len(self.data) else self.data.draw(size, self.seed)
 
     def stages(self, most: int) -> list[tuple[int, int]]:
         """(vectors, passes) of each size of the sample, the last one all of it."""
@@ -253,7 +253,7 @@ class Run:
 
     def codebooks(self, sample: Sample, W: Tensor) -> Tensor:
         """Sampled vectors to begin with."""
-        X = torch.cat(list(sample.drawn(self.codewords, self.seed).chunks())) @ W.mT
+        X = torch.cat(list(sample.draw(self.codewords, self.seed).chunks())) @ W.mT
         return X.view(self.codewords, self.subspaces, -1).transpose(0, 1).contiguous()
 
     def alternate(
@@ -266,18 +266,18 @@ class Run:
         turned_before = rotates or not torch.equal(W, eye)
         parts = (part @ W.mT if turned_before else part for part in sample.chunks())
         clusters = pass_over(parts, C, whole=rotates)
-        turned = self.turned(clusters, W, at, len(sample)) if rotates else W
+        turned = self.turn(clusters, W, at, len(sample)) if rotates else W
         if rotates:
             # Codewords follow the exact turns, which count on it; raw steps leave them in place.
             follow = W @ turned.mT if self.exact else None
-            clusters = _own(clusters, follow)
-        return float(clusters.error), turned, updated(C, clusters, self.seed + at)
+            clusters = _cut_sums(clusters, follow)
+        return float(clusters.error), turned, update_centroids(C, clusters, self.seed + at)
 
-    def turned(self, clusters: Clusters, W: Tensor, at: int, N: int) -> Tensor:
+    def turn(self, clusters: Clusters, W: Tensor, at: int, N: int) -> Tensor:
         """W after the turns of one iteration."""
         W, Z = W.clone(), turns.roots(clusters)
         if self.rate is None:
-            Z = turns.scaled(Z)
+            Z = turns.scale_to_one(Z)
         if self.exact:
             steps = self.steps or min(len(W), max(EXACT_STEPS // len(W), 8))
             turns.turn_best_(W, Z, self.method, steps=steps, seed=self.seed, step=at * steps)
@@ -297,7 +297,7 @@ class Run:
         """Whether planes are turned by their best angle, the codewords following."""
         return self.rate is None and self.method.startswith(("gcd-", "overlapping-"))
 
-    def plain(self) -> tuple[Tensor, Tensor]:
+    def fit_pq(self) -> tuple[Tensor, Tensor]:
         """What method="pq" gives."""
         return dataclasses.replace(self, method="pq", rate=None, steps=None).finish("identity")
 
@@ -334,7 +334,7 @@ def eigen_allocation(sample: Sample, subspaces: int) -> Float[Tensor, "n n"]:
     return W.to(torch.float32).contiguous()
 
 
-def _own(clusters: Clusters, follow: Tensor | None) -> Clusters:
+def _cut_sums(clusters: Clusters, follow: Tensor | None) -> Clusters:
     """The sums of sub-vectors, from those of whole vectors, turned by Q where it is given."""
     D, _, n = clusters.sums.shape
     eye = torch.eye(n, dtype=torch.float64, device=clusters.sums.device)
@@ -354,7 +354,7 @@ def _coarse(
     start: Any = "sampled"
     if isinstance(init, Quantizer) and init.coarse is not None and len(init.coarse) == coarse:
         start = (init.coarse @ init.rotation.mT)[None].to(data.device)
-    x = data.drawn(max(SAMPLE, 64 * coarse), seed).x
+    x = data.draw(max(SAMPLE, 64 * coarse), seed).x
     if metric != "l2":
         x = torch.nn.functional.normalize(x)
     C = kmeans(x[:, None], coarse, iterations=COARSE_PASSES, seed=seed, start=start)[0]

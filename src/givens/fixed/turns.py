@@ -28,15 +28,7 @@ from givens import kernels, pairing
 from givens.kmeans import Clusters
 from givens.rotation import nearest, orthonormalise_rows_, skew_magnitudes, turn_rows_
 
-Learned = Literal[
-    "opq",
-    "cayley",
-    "gcd-random",
-    "gcd-greedy",
-    "gcd-steepest",
-    "overlapping-random",
-    "overlapping-greedy",
-]
+Learned = Literal["opq", "cayley", pairing.Variant]
 
 # The widest matrix for which GCD-S finds the exact matching; beyond, it takes nearly as long as
 # the rest of an iteration, and the matching by belief propagation is as good within a percent.
@@ -59,7 +51,7 @@ def roots(clusters: Clusters) -> Float[Tensor, "n D K"]:
     return scaled.permute(2, 0, 1).float().contiguous()
 
 
-def scaled(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n D K"]:
+def scale_to_one(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n D K"]:
     """Z by the power of two that brings it to 1, for what is the same at any scale of the data.
 
     Gains are of fourth order in Z, and would overflow early.
@@ -188,26 +180,26 @@ def turn_cayley_(
     for _ in range(steps):
         A = 2 * (T - T.mT)
 
-        def turned(tau: float, A: Tensor = A) -> Tensor:
+        def cayley(tau: float, A: Tensor = A) -> Tensor:
             # Rows of T and W turn by Qᵀ.
             Q: Tensor = torch.linalg.solve(eye - 2 * tau * A, eye + 2 * tau * A)
             return Q.mT
 
-        Q = turned(tau)
+        Q = cayley(tau)
         if rate is None:
-            Q, tau = _farthest(turned, T, tau)
+            Q, tau = _search_step(cayley, T, tau)
         T.copy_(Q @ T)
         W.copy_(Q @ W)
     # What rounding does to W in products of n³ is undone by one more.
     W.copy_(W @ (3 * eye - W.mT @ W) / 2)
 
 
-def _farthest(turned: Callable[[float], Tensor], T: Tensor, tau: float) -> tuple[Tensor, float]:
+def _search_step(cayley: Callable[[float], Tensor], T: Tensor, tau: float) -> tuple[Tensor, float]:
     """Double or halve the step while the trace of T gains by it."""
-    best, Q = float((turned(tau) @ T).trace()), turned(tau)
+    best, Q = float((cayley(tau) @ T).trace()), cayley(tau)
     for factor in (2.0, 0.5):
         while True:
-            further = turned(tau * factor)
+            further = cayley(tau * factor)
             trace = float((further @ T).trace())
             if not trace > best:
                 break

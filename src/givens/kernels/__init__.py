@@ -152,17 +152,25 @@ def fall_back(name: str, reason: str) -> Callable[..., Any]:
     return _references[name]
 
 
-def forced() -> Backend | None:
+def current_backend() -> Backend | None:
     """The backend of the `with` block around this call, if any; None under torch.compile."""
     return None if torch.compiler.is_compiling() else _forced.get()
 
 
 def resume(name: Backend | None) -> contextlib.AbstractContextManager[None]:
-    """The block that `forced` was called in, for work that autograd does on a thread of its own."""
+    """Enter the block that `current_backend` was called in, on another thread, as autograd's."""
     return contextlib.nullcontext() if name is None else _force(name)
 
 
-def written(W: Tensor) -> None:
+def reuse(workspaces: dict[Any, Any], make: Callable[..., Any], W: Tensor, *sizes: int) -> Any:
+    """The buffers that `make` gives for matrices like W, made once; every step writes them anew."""
+    key = make, W.shape, W.device, W.dtype, sizes
+    if key not in workspaces:
+        workspaces[key] = make(W, *sizes)
+    return workspaces[key]
+
+
+def mark_written(W: Tensor) -> None:
     """Tell autograd that a compiled loop has changed W in place."""
     torch.autograd.graph.increment_version(W)
 

@@ -22,7 +22,7 @@ from givens.checks import (
     check_whole,
 )
 from givens.fixed.fit import Init, Method, fit
-from givens.kmeans import Quantized, nearest, quantize
+from givens.kmeans import Quantized, assign_lists, quantize
 from givens.layer.straight_through import StraightThrough, normalise, normalise_exactly
 from givens.quantizer import Codes, Metric, Quantizer
 from givens.rotation import Rotation, full_precision
@@ -116,7 +116,7 @@ class IndexLayer(nn.Module):
                 # Elsewhere it would have to wait.
                 check_lengths("x", v.detach(), self.metric, holes=True)
             if not self._warm:
-                return self._passed(self._entered(v))
+                return self._pass_through(self._normalise(v))
             W = self.rotation.weight
             with torch.no_grad():
                 unit = length = None
@@ -124,8 +124,8 @@ class IndexLayer(nn.Module):
                 if self.metric == "cosine":
                     unit, length = (normalise if self.training else normalise_exactly)(v)
                 R = W.mT if self.training else W.mT.contiguous()
-                lists, residual = self._listed((v if unit is None else unit) @ R)
-                codes, *found = self._quantized(residual, count=self.training)
+                lists, residual = self._find_residuals((v if unit is None else unit) @ R)
+                codes, *found = self._quantize(residual, count=self.training)
             parts = (W, self.codebooks, self.coarse, unit, length, R, lists, *found)
             embedding, distortion = StraightThrough.apply(v, *parts)  # type: ignore[no-untyped-call]
             return Indexed(embedding, Codes(codes, lists), distortion)
@@ -253,9 +253,9 @@ class IndexLayer(nn.Module):
         if len(sample) == 0:
             raise ValueError("sample must have at least one vector, but got 0")
         with full_precision(sample.device):
-            Y = self._entered(sample.float()) @ self.rotation.matrix.contiguous()
-            _, residual = self._listed(Y)
-            found = self._quantized(residual, count=False)
+            Y = self._normalise(sample.float()) @ self.rotation.matrix.contiguous()
+            _, residual = self._find_residuals(Y)
+            found = self._quantize(residual, count=False)
         D, K, w = self.codebooks.shape
         parts = residual.view(-1, D, w)
         errors = found.errors.view_as(parts).square().sum(2)
@@ -284,10 +284,10 @@ class IndexLayer(nn.Module):
             f"update={self.update!r}{state}"
         )
 
-    def _entered(self, v: Tensor) -> Tensor:
+    def _normalise(self, v: Tensor) -> Tensor:
         return normalise_exactly(v)[0] if self.metric == "cosine" else v
 
-    def _passed(self, x: Tensor) -> Indexed:
+    def _pass_through(self, x: Tensor) -> Indexed:
         """Pass x on, with gradients of 0, for which DistributedDataParallel waits."""
         nothing = x.new_zeros(())
         for part in self.parameters():
@@ -295,17 +295,14 @@ class IndexLayer(nn.Module):
                 nothing = nothing + 0 * part.flatten()[0]
         return Indexed(x + nothing, None, nothing)
 
-    def _listed(self, Y: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _find_residuals(self, Y: Tensor) -> tuple[Tensor | None, Tensor]:
         """The lists of rotated vectors, where there are any, and what they leave of them."""
         if self.coarse is None:
             return None, Y
-        if self.metric == "l2":
-            lists = nearest(Y, self.coarse[None])[:, 0].long()
-        else:
-            lists = (Y @ self.coarse.mT).argmax(1)
+        lists = assign_lists(Y, self.coarse, self.metric)
         return lists, Y - self.coarse[lists]
 
-    def _quantized(self, residual: Tensor, *, count: bool) -> Quantized:
+    def _quantize(self, residual: Tensor, *, count: bool) -> Quantized:
         """What the codebooks make of residuals; counted, it moves the averages on."""
         usage, share = None, (1 - self.decay) / max(len(residual), 1)
         count = count and len(residual) > 0
@@ -324,7 +321,7 @@ class IndexLayer(nn.Module):
         good = residual.isfinite().all(1).repeat_interleave(D)[:, None]
         chosen = torch.cat([one[:, None], residual.view(-1, w)], dim=1).where(good, 0)
         added = residual.new_zeros(D * K, 1 + w).index_add_(0, at, chosen)
-        added = distributed.added(added)
+        added = distributed.sum_ranks(added)
         # Every subspace has seen all vectors.
         added = added.view(D, K, 1 + w) / added[:K, 0].sum().clamp_min(1)
         self.usage.lerp_(added[..., 0], 1 - self.decay)

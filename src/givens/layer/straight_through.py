@@ -79,7 +79,7 @@ class StraightThrough(torch.autograd.Function):
         ctx.save_for_backward(*Kept(x, length, W, q, error, at, lists))
         ctx.shapes = codebooks.shape, None if coarse is None else coarse.shape
         # Autograd goes back on a thread of its own where there is a GPU.
-        ctx.backend = kernels.forced()
+        ctx.backend = kernels.current_backend()
         # Given as it is, and not as a view, which nobody could change in place.
         ctx.mark_dirty(distortion)
         return q @ R.mT, distortion

@@ -172,7 +172,7 @@ class Run:
         """Embeddings of items, drawn alike."""
         drawn = np.random.default_rng(self.config.seed).permutation(self.log.catalogue)
         ids = torch.from_numpy(np.sort(drawn[: self.config.sample])).to(self.device)
-        return distributed.gathered(self.towers.item(ids[distributed.rows(len(ids))]), len(ids))
+        return distributed.gather_rows(self.towers.item(ids[distributed.rows(len(ids))]), len(ids))
 
     def advance(self) -> None:
         """One step: every rank draws the whole batch, and works on its rows of it."""
@@ -196,7 +196,7 @@ class Run:
     ) -> Float[Tensor, " 2"]:
         """Learn from a rank's rows of a batch: the batch's retrieval loss and its distortion."""
         retrieval, distortion = self.losses(self.towers.user(Asked(history, words)), target, drawn)
-        losses = distributed.added(torch.stack([retrieval.detach(), distortion.detach()]))
+        losses = distributed.sum_ranks(torch.stack([retrieval.detach(), distortion.detach()]))
         if self.device.type == "cpu":
             check_finite(self.step, [losses])
         for optimizer in self.optimizers:
@@ -233,7 +233,7 @@ class Run:
         if self.joint:
             items, _, distortion = self.layer(items)
             distortion = distributed.share(distortion, len(items), self.candidates)
-        items = distributed.gathered(items, self.candidates)
+        items = distributed.gather_rows(items, self.candidates)
         if c.loss == "hinge":
             return hinge_loss(users, items, column, margin=c.margin, same=same), distortion
         loss = softmax_loss(users, items, column, temperature=c.temperature, log_q=log_q, same=same)
@@ -291,7 +291,7 @@ class Run:
         mine, usage = distributed.rows(self.candidates), self.layer.usage
         # A moving average of means: that over all is the mean of those over parts.
         usage.copy_(
-            distributed.added(distributed.share(usage, mine.stop - mine.start, self.candidates))
+            distributed.sum_ranks(distributed.share(usage, mine.stop - mine.start, self.candidates))
         )
         distributed.check_same(
             "R and codebooks",

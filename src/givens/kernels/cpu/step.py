@@ -8,15 +8,10 @@ from torch import Tensor
 
 from givens import kernels
 from givens.kernels.cpu import choosing, moments, sweep, turning
+from givens.optim import choose_pairs, choose_partners
+from givens.options import Options, check_gradient
+from givens.pairing import every_pairing_for
 from givens.rotation import turn_by_exponential_
-from givens.steps import (
-    buffers,
-    check_gradient,
-    choose_pairs,
-    choose_partners,
-    every_pairing,
-)
-from givens.steps.options import Options
 
 
 def step_(
@@ -46,7 +41,7 @@ def step_(
         if draw:
             pairs = np.empty((b, n // 2, 2), np.int64)
         else:
-            product = buffers(workspaces, _product, W)
+            product = kernels.reuse(workspaces, _product, W)
             pairs = choose_pairs(
                 rows.view(b, n, n), H.view(b, n, n), how, t, product=product
             ).numpy()
@@ -60,7 +55,7 @@ def step_(
         turning.tidy(w, how.seed, t, how.stream)
     state["step"] = t
     if W.is_contiguous():
-        kernels.written(W)
+        kernels.mark_written(W)
     else:
         W.detach().copy_(rows)
 
@@ -75,7 +70,7 @@ def _turn_planes(
 ) -> None:
     """`optim.turn_planes_`, one matrix after another."""
     b, n, _ = W.shape
-    P = torch.matmul(G, W.mT, out=buffers(workspaces, _product, W))
+    P = torch.matmul(G, W.mT, out=kernels.reuse(workspaces, _product, W))
     rate = float(how.rate(t))
     for k in range(b):
         ambient = None
@@ -113,7 +108,7 @@ def _update_moments(
 def _partners(D: Tensor, how: Options, workspaces: dict[Any, Any]) -> Tensor:
     """`choose_partners` from what is above the diagonal of one D."""
     if how.all_planes:
-        everything: Tensor = buffers(workspaces, every_pairing, D)
+        everything: Tensor = kernels.reuse(workspaces, every_pairing_for, D)
         return everything
     if how.turns == 1 or D.dtype is not torch.float32:
         D = D.triu(1)

@@ -23,13 +23,13 @@ def turn_rows_(W: Tensor, pairs: Tensor, theta: Tensor, *, disjoint: bool) -> No
             turn_rows_(w, p, t, disjoint=disjoint)
     else:
         turn_rows(W.numpy(), pairs.numpy(), theta.numpy())
-        kernels.written(W)
+        kernels.mark_written(W)
 
 
 def orthonormalise_rows_(W: Tensor, pairs: Tensor) -> None:
     """`rotation.orthonormalise_rows_`."""
     orthonormalise_rows(W.numpy(), pairs.numpy())
-    kernels.written(W)
+    kernels.mark_written(W)
 
 
 def largest(M: Tensor) -> float:
