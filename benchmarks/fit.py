@@ -207,7 +207,7 @@ def main() -> None:
     about = environment("cpu", (*PACKAGES, "nanopq"))
     print(about)
     # The compiled loops are compiled before anything is timed.
-    givens.fit(np.random.default_rng(0).standard_normal((300, 16)), 4, 16, iterations=3)
+    givens.fit(np.random.default_rng(0).standard_normal((300, 16)), 4, codewords=16, max_iter=3)
     makers = {"sift": lambda: sift(arguments.data), "decaying": decaying, "unit": unit}
     rows = []
     for entry in arguments.sets.split(","):

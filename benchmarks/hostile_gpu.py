@@ -286,7 +286,7 @@ class Run:
 
     def _backend(self) -> Any:
         backend = self.lane.backend
-        return contextlib.nullcontext() if backend is None else givens.kernels.use(backend)
+        return contextlib.nullcontext() if backend is None else givens.backend(backend)
 
     def faults(self) -> list[str]:
         """What is not as it must be, after all steps; and what was found on the way."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import givens
 from givens.kernels.gpu.matching import Matcher
-from givens.kernels.gpu.nearest import nearest
+from givens.kernels.gpu.nearest import assign
 from givens.paper.fig4 import captured, timed_by_events
 from givens.paper.rows import environment, write
 
@@ -46,7 +46,7 @@ def matrices(n: int, data: Path | None) -> dict[str, Tensor]:
     if data:
         x = torch.from_numpy(np.load(data)).flatten()
         x = x[: x.numel() // n * n].view(-1, n)[:20_000].cuda().float()
-        q = givens.fit(x, subspaces=n // 16, codewords=64, method="pq", iterations=5)
+        q = givens.fit(x, subspaces=n // 16, codewords=64, method="pq", max_iter=5)
         T = (x.T @ q.decode(q.encode(x))).cpu() * (2 / len(x))
         kinds |= {"captured": T - T.T, "hubs": skew(T)}
     return kinds
@@ -100,8 +100,8 @@ def time_nearest(N: int, n: int, D: int, K: int) -> list[dict[str, object]]:
         parts = (x.view(len(x), D, n // D).transpose(0, 1) for x in X.split(chunk))
         return torch.cat([torch.cdist(x.contiguous(), C).argmin(-1).T for x in parts])
 
-    differ = float((nearest(X, C)[0].long() != product(65_536)).float().mean())
-    ways: dict[str, Callable[[], object]] = {"givens": lambda: nearest(X, C)}
+    differ = float((assign(X, C)[0].long() != product(65_536)).float().mean())
+    ways: dict[str, Callable[[], object]] = {"givens": lambda: assign(X, C)}
     for chunk in (16_384, 65_536, 262_144):
         ways[f"baddbmm, chunks of {chunk}"] = lambda chunk=chunk: product(chunk)
     ways["cdist, chunks of 65536"] = lambda: distances(65_536)

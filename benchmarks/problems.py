@@ -156,11 +156,11 @@ class Codebooks(Problem):
         fitted = givens.fit(
             self.data[: self.vectors],
             n // self.width,
-            self.codewords,
+            codewords=self.codewords,
             method="pq",
             init=R,
             seed=seed,
-            iterations=12,
+            max_iter=12,
         )
         self.start = R.mT.contiguous()
         self.C = fitted.codebooks

@@ -2,13 +2,13 @@ import jaxtyping
 import pytest
 import torch
 
-from givens import kernels
+import givens
 
 
 @pytest.fixture(params=["reference", "numba"])
 def backend(request):
     """Run the test on every backend that this machine has."""
-    with kernels.use(request.param):
+    with givens.backend(request.param):
         yield request.param
 
 

@@ -22,7 +22,8 @@ METRICS = ("l2", "ip", "cosine")
 
 
 def quick(x=X, **options):
-    return givens.fit(x, D, K, **{"iterations": 3, "init": "identity", **options})
+    how = {"codewords": K, "max_iter": 3, "init": "identity", **options}
+    return givens.fit(x, D, **how)
 
 
 QUANTIZERS = {metric: quick(metric=metric, coarse=4) for metric in METRICS}
@@ -137,14 +138,14 @@ def test_autocast_changes_nothing(metric, dtype, backend):
 
 @pytest.mark.usefixtures("unchecked")
 def test_numbers_of_any_library_are_taken():
-    p = quick(iterations=2, coarse=3, tolerance=0.0, seed=5)
+    p = quick(max_iter=2, coarse=3, tol=0.0, seed=5)
     q = givens.fit(
         X,
         np.int64(D),
         torch.tensor(K),
         np.uint8(3),
-        iterations=np.int32(2),
-        tolerance=np.float32(0),
+        max_iter=np.int32(2),
+        tol=np.float32(0),
         seed=np.uint64(5),
         init="identity",
     )
@@ -185,30 +186,44 @@ BAD = [
     (lambda: givens.fit(X, "4"), "subspaces must be an integer, but got subspaces='4'"),
     (lambda: givens.fit(X, None), "subspaces must be an integer, but got subspaces=None"),
     (lambda: givens.fit(X, HUGE), r"subspaces must be in 1\.\.2147483647, but got subspaces=10000"),
-    (lambda: givens.fit(X, D, 16.5), "codewords must be an integer, but got codewords=16.5"),
-    (lambda: givens.fit(X, D, INF), "codewords must be an integer, but got codewords=inf"),
-    (lambda: givens.fit(X, D, HUGE), r"codewords must be in 2\.\.256, but got codewords=10000"),
-    (lambda: givens.fit(X, D, K, 1.5), "coarse must be an integer, but got coarse=1.5"),
-    (lambda: givens.fit(X, D, K, False), "coarse must be an integer, but got coarse=False"),
-    (lambda: givens.fit(X, D, K, HUGE), r"coarse must be in 0\.\.2147483647"),
+    (
+        lambda: quick(codewords=16.5),
+        "codewords must be an integer, but got codewords=16.5",
+    ),
+    (
+        lambda: quick(codewords=INF),
+        "codewords must be an integer, but got codewords=inf",
+    ),
+    (
+        lambda: quick(codewords=HUGE),
+        r"codewords must be in 2\.\.256, but got codewords=10000",
+    ),
+    (
+        lambda: quick(coarse=1.5),
+        "coarse must be an integer, but got coarse=1.5",
+    ),
+    (
+        lambda: quick(coarse=False),
+        "coarse must be an integer, but got coarse=False",
+    ),
+    (lambda: quick(coarse=HUGE), r"coarse must be in 0\.\.2147483647"),
     (lambda: quick(seed=-1), "seed must be in 0..2⁶²−1, but got seed=-1"),
     (lambda: quick(seed=1 << 62), "seed must be in 0..2⁶²−1"),
     (lambda: quick(seed=0.5), "seed must be an integer, but got seed=0.5"),
     (lambda: quick(seed=True), "seed must be an integer, but got seed=True"),
-    (lambda: quick(iterations=2.5), "iterations must be an integer, but got iterations=2.5"),
-    (lambda: quick(iterations=NAN), "iterations must be an integer, but got iterations=nan"),
-    (lambda: quick(iterations=HUGE), r"iterations must be in 1\.\.2147483647"),
+    (lambda: quick(max_iter=2.5), "max_iter must be an integer, but got max_iter=2.5"),
+    (lambda: quick(max_iter=NAN), "max_iter must be an integer, but got max_iter=nan"),
+    (lambda: quick(max_iter=HUGE), r"max_iter must be in 1\.\.2147483647"),
     (lambda: quick(steps=INF), "steps must be an integer, but got steps=inf"),
     (lambda: quick(steps=True), "steps must be an integer, but got steps=True"),
     (lambda: quick(steps=HUGE), r"steps must be in 1\.\.2147483647"),
-    (lambda: quick(sample=0), "sample must be at least 1, but got sample=0"),
-    (lambda: quick(sample=-5), "sample must be at least 1, but got sample=-5"),
+    (lambda: quick(sample=-5), "sample must be at least 0, but got sample=-5"),
     (lambda: quick(sample=100.0), "sample must be an integer, but got sample=100.0"),
-    (lambda: quick(tolerance=NAN), "tolerance must be finite, at least -1 and at most 1, but got"),
-    (lambda: quick(tolerance=INF), "tolerance must be finite, at least -1 and at most 1, but got"),
-    (lambda: quick(tolerance=2), "tolerance must be finite, at least -1 and at most 1, but got"),
-    (lambda: quick(tolerance="1"), "tolerance must be a number, but got tolerance='1'"),
-    (lambda: quick(tolerance=True), "tolerance must be a number, but got tolerance=True"),
+    (lambda: quick(tol=NAN), "tol must be finite, at least -1 and at most 1, but got"),
+    (lambda: quick(tol=INF), "tol must be finite, at least -1 and at most 1, but got"),
+    (lambda: quick(tol=2), "tol must be finite, at least -1 and at most 1, but got"),
+    (lambda: quick(tol="1"), "tol must be a number, but got tol='1'"),
+    (lambda: quick(tol=True), "tol must be a number, but got tol=True"),
     (lambda: quick(rate=NAN), "rate must be finite, above 0, but got rate=nan"),
     (lambda: quick(rate=INF), "rate must be finite, above 0, but got rate=inf"),
     (lambda: quick(rate=0), "rate must be finite, above 0, but got rate=0"),

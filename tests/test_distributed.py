@@ -29,13 +29,13 @@ for total in (1, world, 10, 11):
     whole = X.clone().requires_grad_()
     (whole.sin().square() * mixed.sum()).sum().backward()
     part = X[distributed.rows(total)].clone().requires_grad_()
-    everything = distributed.gathered(part.sin(), total)
+    everything = distributed.gather_rows(part.sin(), total)
     torch.testing.assert_close(everything, X.sin(), rtol=0, atol=0)
     (everything.square() * mixed[rank]).sum().backward()
     torch.testing.assert_close(part.grad, whole.grad[distributed.rows(total)])
     # Shares of means over parts, even of none, add up to the mean over all.
     mean = part.detach().sum() / max(len(part), 1) / 4
-    added = distributed.added(distributed.share(mean, len(part), total))
+    added = distributed.sum_ranks(distributed.share(mean, len(part), total))
     torch.testing.assert_close(added, X.mean())
 
 # Large and small, of any layout, and one without a gradient.
@@ -97,7 +97,9 @@ def test_one_alone_exchanges_nothing():
     assert distributed.count() == 1
     assert distributed.is_first()
     assert distributed.rows(3) == slice(0, 3)
-    assert distributed.gathered(x, 3) is distributed.added(x) is distributed.share(x, 3, 3) is x
+    assert (
+        distributed.gather_rows(x, 3) is distributed.sum_ranks(x) is distributed.share(x, 3, 3) is x
+    )
     assert distributed.join(torch.device("cpu")) == torch.device("cpu")
     distributed.leave()
 

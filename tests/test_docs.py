@@ -55,7 +55,7 @@ def commands(code):
 def made():
     """Vectors, and a quantizer of them."""
     x = np.random.default_rng(0).standard_normal((1000, 16)).astype(np.float32)
-    return x, givens.fit(x, 4, 16, coarse=4)
+    return x, givens.fit(x, 4, codewords=16, coarse=4)
 
 
 @pytest.fixture

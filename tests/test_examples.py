@@ -57,7 +57,7 @@ def test_vectors_of_the_users_own(run):
 def served(tmp_path):
     """A server of a small index, and its vectors."""
     x = np.random.default_rng(0).standard_normal((500, 8)).astype(np.float32)
-    save_index(to_faiss(givens.fit(x, 4, 16, coarse=4), x), tmp_path / "index.faiss")
+    save_index(to_faiss(givens.fit(x, 4, codewords=16, coarse=4), x), tmp_path / "index.faiss")
     make = runpy.run_path(str(EXAMPLES / "serve.py"))["server"]
     with make(str(tmp_path / "index.faiss"), 0) as server:
         thread = threading.Thread(target=server.serve_forever)

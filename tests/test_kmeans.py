@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from givens.kmeans import kmeans, nearest, pass_over, quantize, updated
+from givens.kmeans import kmeans, nearest, pass_over, quantize, update_centroids
 
 
 def clustered(N, D, w, seed=0):
@@ -156,14 +156,14 @@ def test_seeds_differ_and_repeat():
 def test_updated_keeps_what_has_nobody_to_share_with():
     X = torch.arange(4.0).view(4, 1, 1)
     C = torch.tensor([[[0.0], [1], [2], [3], [99]]])
-    assert torch.equal(updated(C, pass_over([X.flatten(1)], C), 0), C)
+    assert torch.equal(update_centroids(C, pass_over([X.flatten(1)], C), 0), C)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"codewords": 11}, "codewords must be in 1..N, but got codewords=11 for N=10"),
-        ({"codewords": 0}, "codewords must be in 1..N"),
+        ({"codewords": 0}, "codewords must be at least 1, but got codewords=0"),
         ({"codewords": 2, "start": "farthest"}, "start must be one of 'sampled', 'plus-plus'"),
         ({"codewords": 2, "start": torch.zeros(1, 2, 3)}, r"start must have shape \(2, 2, 3\)"),
     ],

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import givens
-from givens import optim, pairing, steps
-from givens.steps import cpu, options
+from givens import optim, options, pairing, steps
+from givens.kernels.cpu import step as cpu
 
 EPS = {torch.float32: 1e-6, torch.float64: 1e-14}
 
@@ -243,7 +243,7 @@ def test_compiled_equals_reference(n, options, turns, monkeypatch):
     choose = pairing.greedy_partners
 
     def alike(magnitudes, count):
-        with givens.kernels.use("reference"):
+        with givens.backend("reference"):
             return choose(magnitudes, count)
 
     monkeypatch.setattr(pairing, "greedy_partners", alike)
@@ -252,7 +252,7 @@ def test_compiled_equals_reference(n, options, turns, monkeypatch):
     for name in ("numba", "reference"):
         W = nn.Parameter(torch.stack([oracles.rotation(n, b) for b in range(2)]))
         optimizer = givens.GCD([W], 0.02, turns=turns, seed=4, **options)
-        with givens.kernels.use(name):
+        with givens.backend(name):
             for step in range(12):
                 W.grad = torch.stack([gradient(n, step), scale * gradient(n, step + 99)])
                 optimizer.step()

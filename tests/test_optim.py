@@ -348,7 +348,7 @@ def test_stack_equals_its_matrices(pairing, backend):
 def test_transposed_parameter_and_gradient(backend):
     W, V = parameter(9), nn.Parameter(oracles.rotation(9).T.contiguous().T)
     assert not V.is_contiguous()
-    with givens.kernels.use(None if backend == "numba" else backend):
+    with givens.backend(None if backend == "numba" else backend):
         for M in (W, V):
             optimizer = givens.GCD([M], 0.05)
             for _ in range(5):

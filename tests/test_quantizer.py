@@ -171,3 +171,21 @@ def test_a_file_that_is_no_quantizer_is_refused(tmp_path):
     givens.storage.files.save(path, "checkpoint", parts, {})
     with pytest.raises(ValueError, match="holds a 'checkpoint', not a 'quantizer'"):
         givens.load(path)
+
+
+def test_a_saved_quantizer_is_loaded_by_its_class(tmp_path):
+    q = make(L=3)
+    q.save(tmp_path / "q.safetensors")
+    loaded = Quantizer.load(tmp_path / "q.safetensors")
+    assert isinstance(loaded, Quantizer)
+    assert loaded.fingerprint == givens.load(tmp_path / "q.safetensors").fingerprint
+    assert loaded.fingerprint == q.fingerprint
+    assert loaded.device == torch.device("cpu")
+
+
+def test_a_quantizer_moves_with_all_its_parts():
+    q = make(L=3)
+    moved = q.to("cpu")
+    assert moved is not q
+    assert moved.fingerprint == q.fingerprint
+    assert {part.device for part in (moved.rotation, moved.codebooks, moved.coarse)} == {q.device}

@@ -55,7 +55,7 @@ def test_rotate_pairs_equals_the_dense_product(n, m, seed, layout, overlapping):
             "columns": dense.T.clone(memory_format=torch.contiguous_format).T,
             "strided": torch.stack([dense, dense], dim=-1)[..., 0],
         }[layout]
-        with givens.kernels.use(backend):
+        with givens.backend(backend):
             assert givens.rotate_pairs_(R, pairs, theta) is R
         torch.testing.assert_close(R, expected, rtol=1e-12, atol=1e-12)
 
@@ -187,7 +187,7 @@ BAD = [
     (lambda: givens.project(EYE[:2]), "R must be square"),
     (lambda: givens.orthogonality_error(EYE[0]), "R must be square"),
     (
-        lambda: givens.kernels.use("cuda"),
+        lambda: givens.backend("cuda"),
         "one of 'reference', 'numba', 'triton' or None",
     ),
 ]

@@ -216,7 +216,7 @@ def test_candidates_that_are_no_vectors():
 def test_any_index_is_opened(tmp_path):
     """Ours with its record, Faiss's without, and a folder of shards."""
     x = np.random.default_rng(0).standard_normal((600, 8)).astype(np.float32)
-    q = givens.fit(x, 4, 16, coarse=4)
+    q = givens.fit(x, 4, codewords=16, coarse=4)
     save_index(to_faiss(q, x), tmp_path / "ours.faiss")
     assert search.open_index(tmp_path / "ours.faiss").record["vectors"] == 600
     flat = faiss.index_factory(8, "RaBitQ")

@@ -22,7 +22,7 @@ X *= np.linspace(2, 0.2, 12, dtype=np.float32)
 @parametrize_with_checks(
     [
         ProductQuantizer(subspaces=1, codewords=2),
-        ProductQuantizer(subspaces=1, codewords=2, coarse=2, method="pq", iterations=2),
+        ProductQuantizer(subspaces=1, codewords=2, coarse=2, method="pq", max_iter=2),
     ]
 )
 def test_scikit_learn_takes_it_for_one_of_its_own(estimator, check):
@@ -47,7 +47,7 @@ def test_it_is_fit_encode_decode_and_distortion(coarse, metric):
 
 
 def test_in_a_pipeline_a_grid_finds_the_longest_code():
-    pipeline = make_pipeline(StandardScaler(), ProductQuantizer(codewords=8, iterations=3))
+    pipeline = make_pipeline(StandardScaler(), ProductQuantizer(codewords=8, max_iter=3))
     grid = {"productquantizer__subspaces": [1, 2, 6]}
     search = GridSearchCV(pipeline, grid, cv=2).fit(X)
     assert search.best_params_ == {"productquantizer__subspaces": 6}
@@ -85,7 +85,7 @@ def test_a_memory_mapped_file_of_bytes_is_not_converted(tmp_path):
     np.save(tmp_path / "x.npy", (X * 20 + 128).clip(0, 255).astype(np.uint8))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     estimator = ProductQuantizer(4, 16).fit(mapped)
-    assert estimator.quantizer_.fingerprint == givens.fit(mapped, 4, 16).fingerprint
+    assert estimator.quantizer_.fingerprint == givens.fit(mapped, 4, codewords=16).fingerprint
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ CONFIG = {
     "warmup": 6,
     "steps": 6,
     "every": 6,
-    "iterations": 3,
+    "max_iter": 3,
 }
 
 
@@ -49,7 +49,7 @@ def with_threads(count, work):
 
 
 def fitted(**options):
-    q = givens.fit(X, 8, 64, iterations=2, **options)
+    q = givens.fit(X, 8, codewords=64, max_iter=2, **options)
     codes = q.encode(X)
     parts = [q.rotation, q.codebooks, codes.fine, q.decode(codes)]
     parts += [] if codes.coarse is None else [q.coarse, codes.coarse]

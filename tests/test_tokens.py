@@ -27,7 +27,7 @@ def made():
         "residual": tokens.fit(x, 0, stages=(300, 20)),
         "both": tokens.fit(x, 2, 8, stages=(5,)),
         "cosine": tokens.fit(x, 2, 8, stages=(5,), metric="cosine"),
-        "lists": Tokenizer((), givens.fit(x, 2, 8, coarse=6)),
+        "lists": Tokenizer((), givens.fit(x, 2, codewords=8, coarse=6)),
     }
 
 
@@ -71,7 +71,7 @@ def test_decoded_they_are_as_far_as_the_distortion_says(made, kind):
 
 def test_without_stages_they_are_the_codes_of_the_fit():
     x = data()
-    tokenizer, q = tokens.fit(x, 4, 16, seed=3), givens.fit(x, 4, 16, seed=3)
+    tokenizer, q = tokens.fit(x, 4, 16, seed=3), givens.fit(x, 4, codewords=16, seed=3)
     assert tokenizer.tail.fingerprint == q.fingerprint
     assert torch.equal(tokenizer.encode(x), q.encode(x).fine.long())
 
@@ -114,7 +114,7 @@ def test_saved_and_loaded_it_is_the_same(made, kind, tmp_path):
 
 
 def test_a_quantizer_file_is_a_tokenizer(tmp_path):
-    q = givens.fit(data(), 3, 8)
+    q = givens.fit(data(), 3, codewords=8)
     q.save(tmp_path / "q.safetensors")
     loaded = Tokenizer.load(tmp_path / "q.safetensors")
     assert torch.equal(loaded.encode(data()), q.encode(data()).fine.long())

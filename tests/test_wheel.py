@@ -119,7 +119,7 @@ def test_it_works_elsewhere(outside, installed):
 import numpy as np, givens
 from givens.export.faiss import from_faiss, save_index, to_faiss
 x = np.random.default_rng(0).standard_normal((600, 8)).astype(np.float32)
-q = givens.fit(x, 4, 16)
+q = givens.fit(x, 4, codewords=16)
 q.save("q.safetensors")
 index = to_faiss(givens.load("q.safetensors"), x)
 save_index(index, "index.faiss")

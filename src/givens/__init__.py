@@ -5,8 +5,8 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from givens import baselines, kernels, pairing
     from givens.fixed.fit import fit
+    from givens.kernels import backend
     from givens.layer.layer import IndexLayer
     from givens.optim import GCD
     from givens.pairing import greedy_pairs, random_pairs, steepest_pairs
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Imported where they are first used: torch takes seconds, in which a command has to hear Ctrl-C.
 _PLACES = {
     "fixed.fit": ("fit",),
+    "kernels": ("backend",),
     "layer.layer": ("IndexLayer",),
     "optim": ("GCD",),
     "pairing": ("greedy_pairs", "random_pairs", "steepest_pairs"),
@@ -47,14 +48,12 @@ __all__ = [
     "IndexLayer",
     "Quantizer",
     "Rotation",
-    "baselines",
+    "backend",
     "fit",
     "greedy_pairs",
     "ground_truth",
-    "kernels",
     "load",
     "orthogonality_error",
-    "pairing",
     "project",
     "random_pairs",
     "random_rotation",

@@ -15,23 +15,10 @@ from torch.nn.utils import parametrize
 from torch.optim import Adam, Optimizer
 
 from givens.optim import GCD
-from givens.pairing import Pairing
+from givens.pairing import Pairing, Variant
 from givens.rotation import Rotation, determinant, nearest
 
-Method = Literal[
-    "gcd",
-    "gcd-all",
-    "gcd-random",
-    "gcd-greedy",
-    "gcd-steepest",
-    "overlapping-random",
-    "overlapping-greedy",
-    "cayley",
-    "expm",
-    "svd",
-    "penalty",
-    "frozen",
-]
+Method = Literal["gcd", "gcd-all", Variant, "cayley", "expm", "svd", "penalty", "frozen"]
 
 
 def optimizer_for(rotation: Rotation, method: Method, lr: float, **options: Any) -> Optimizer:

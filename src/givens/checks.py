@@ -5,11 +5,14 @@ So none may be longer than `LONGEST`; where directions are compared, by cosine, 
 be shorter than `SHORTEST`; and where a quantizer is fitted, the longest must reach that.
 """
 
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +25,40 @@ MOST = (1 << 31) - 1
 SEEDS = 1 << 62
 # Characters of a value in a message.
 WIDE = 60
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def accept_old_calls(
+    *positional: str, **renamed: str
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a function be called as before, with a warning that says how to call it now.
+
+    Args:
+        *positional: keywords that could be given by position, after the positional ones of now.
+        **renamed: keywords that have another name now.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+        first = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> T:
+            late = dict(zip(positional, args[first:], strict=False))
+            old = {renamed[name]: options.pop(name) for name in renamed if name in options}
+            now = {**late, **old}
+            if now:
+                how = ", ".join(f"{name}={_show(value)}" for name, value in now.items())
+                message = f"call {function.__name__} with {how}: it takes keywords by these names"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return function(*args[:first], *args[first + len(late) :], **now, **options)
+
+        return call
+
+    return decorate
 
 
 def check_table(name: str, x: Any, dim: int | None = None) -> None:
@@ -74,8 +111,7 @@ def check_lengths(
         return
     row, length = int(at[bad][0]), float(exact[bad][0])
     place = first + row if rows is None else int(rows[row])
-    if not x[row].isfinite().all():
-        raise ValueError(f"{name} must be finite, but row {place} has NaN or infinite values")
+    check_finite(name, x[row : row + 1], first=place)
     rule = f"be no longer than {LONGEST:g}"
     if least:
         rule = f"have length 0 or {least:g} to {LONGEST:g}"
@@ -83,6 +119,15 @@ def check_lengths(
         f"{name} must {rule} to be compared in float32, but row {place} has length {length:.1e}; "
         f"multiply {name} by a constant first"
     )
+
+
+def check_finite(name: str, x: Tensor, *, first: int = 0, rows: Any = None) -> None:
+    """Refuse rows with NaN or infinite values, and name the first; arguments as `check_lengths`."""
+    bad = (~x.isfinite().all(1)).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        place = first + row if rows is None else int(rows[row])
+        raise ValueError(f"{name} must be finite, but row {place} has NaN or infinite values")
 
 
 def check_scale(name: str, longest: float) -> None:
@@ -101,10 +146,10 @@ def check_whole(name: str, value: Any, least: int, most: int = MOST) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
-        raise TypeError(f"{name} must be an integer, but got {name}={_shown(value)}")
+        raise TypeError(f"{name} must be an integer, but got {name}={_show(value)}")
     if not least <= number <= most:
         rule = f"at least {least}" if most == MOST and number < least else f"in {least}..{most}"
-        raise ValueError(f"{name} must be {rule}, but got {name}={_shown(value)}")
+        raise ValueError(f"{name} must be {rule}, but got {name}={_show(value)}")
     return number
 
 
@@ -113,7 +158,7 @@ def check_seed(value: Any) -> int:
     try:
         return check_whole("seed", value, 0, SEEDS - 1)
     except ValueError as error:
-        raise ValueError(f"seed must be in 0..2⁶²−1, but got seed={_shown(value)}") from error
+        raise ValueError(f"seed must be in 0..2⁶²−1, but got seed={_show(value)}") from error
 
 
 def check_sizes(dim: int, subspaces: int, codewords: int, coarse: int) -> None:
@@ -135,7 +180,7 @@ def check_number(
 ) -> float:
     """A finite number of at least `least`, or `above` it, up to `most`; not bool."""
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, but got {name}={_shown(value)}")
+        raise TypeError(f"{name} must be a number, but got {name}={_show(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -144,7 +189,7 @@ def check_number(
     if not (good and math.isfinite(number)):
         low = f"above {least:g}" if above else f"at least {least:g}"
         high = "" if most == math.inf else f" and at most {most:g}"
-        raise ValueError(f"{name} must be finite, {low}{high}, but got {name}={_shown(value)}")
+        raise ValueError(f"{name} must be finite, {low}{high}, but got {name}={_show(value)}")
     return number
 
 
@@ -153,10 +198,10 @@ def check_choice(name: str, value: Any, known: Iterable[str], others: str = "") 
     listed = tuple(known)
     if not isinstance(value, str) or value not in listed:
         words = ", ".join(map(repr, listed))
-        raise ValueError(f"{name} must be one of {words}{others}, but got {_shown(value)}")
+        raise ValueError(f"{name} must be one of {words}{others}, but got {_show(value)}")
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     """A value in one line that is not too long."""
     line = " ".join(repr(value).split())
     return line if len(line) <= WIDE else f"{line[:WIDE]}…"

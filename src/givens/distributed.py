@@ -55,7 +55,7 @@ def share(mean: Tensor, part: int, total: int) -> Tensor:
     return mean if alone() else mean * (part / total)
 
 
-def added(x: Tensor) -> Tensor:
+def sum_ranks(x: Tensor) -> Tensor:
     """The sum over ranks, without a gradient."""
     if alone():
         return x
@@ -65,7 +65,7 @@ def added(x: Tensor) -> Tensor:
     return x
 
 
-def gathered(x: Float[Tensor, "part n"], total: int) -> Float[Tensor, "all n"]:
+def gather_rows(x: Float[Tensor, "part n"], total: int) -> Float[Tensor, "all n"]:
     """The rows of all ranks; what they are used for on any rank flows back to the one they are of.
 
     Args:
@@ -244,8 +244,8 @@ def _exchange() -> Iterator[None]:
 def _rows_of_all(gradient: Tensor) -> Tensor:
     """A sparse gradient with the rows of all ranks, each of which has its part of them."""
     indices, values = gradient._indices()[0], gradient._values()
-    total = int(added(values.new_tensor(len(values))))
-    parts = gathered(indices, total)[None], gathered(values, total)
+    total = int(sum_ranks(values.new_tensor(len(values))))
+    parts = gather_rows(indices, total)[None], gather_rows(values, total)
     return torch.sparse_coo_tensor(*parts, gradient.shape)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float, Integer, Num
+from jaxtyping import Float, Int64, Integer, Num
 from torch import Tensor
 
 from givens import kernels
@@ -94,6 +94,7 @@ def _(Y: Tensor, codebooks: Tensor) -> Tensor:
     return Y.new_empty(len(Y), len(codebooks), dtype=dtype)
 
 
+@kernels.operation
 def quantize(
     Y: Float[Tensor, "N n"],
     codebooks: Float[Tensor, "D K w"],
@@ -104,13 +105,6 @@ def quantize(
 
     Takes float32.
     """
-    if fused(Y, codebooks):
-        from givens.kernels.gpu import nearest as kernel
-
-        found = Quantized(*kernel.quantize(Y, codebooks, usage, share))
-        if torch.are_deterministic_algorithms_enabled():
-            found = found._replace(distortion=mean_square(found.errors))
-        return found
     D, K, _ = codebooks.shape
     codes = nearest(Y, codebooks)
     at = (codes + K * torch.arange(D, device=Y.device)).view(-1)
@@ -122,6 +116,16 @@ def quantize(
         usage.view(-1).index_add_(0, at, one, alpha=share)
     errors = Y - words
     return Quantized(codes, at, words, errors, mean_square(errors))
+
+
+def assign_lists(
+    Y: Float[Tensor, "N n"], centroids: Float[Tensor, "L n"], metric: str = "l2"
+) -> Int64[Tensor, " N"]:
+    """The list of each vector: the nearest centroid, or that of the largest product."""
+    if metric == "l2":
+        return nearest(Y, centroids[None])[:, 0].long()
+    with full_precision(Y.device):
+        return (Y @ centroids.mT).argmax(1)
 
 
 def mean_square(errors: Float[Tensor, "N n"]) -> Tensor:
@@ -162,10 +166,10 @@ def kmeans(
         )
     device = X.device if isinstance(X, Tensor) else torch.device(device or "cpu")
     with full_precision(torch.device(device)):
-        C = started(X, codewords, start, seed, device)
+        C = start_centroids(X, codewords, start, seed, device)
         for iteration in range(iterations):
             parts = (part.flatten(1) for part in chunks(X, SLICE // (D * w), device))
-            C = updated(C, pass_over(parts, C), seed + iteration)
+            C = update_centroids(C, pass_over(parts, C), seed + iteration)
     return C
 
 
@@ -181,44 +185,26 @@ def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clu
     errors = torch.zeros_like(counts)
     for Y in parts:
         codes, distances = assign(Y, C)
-        if kernels.choose(Y) == "numba":
-            from givens.kernels.cpu import nearest as loops
-
-            added = torch.zeros_like(sums, dtype=torch.float32)
-            arrays = (Y, codes, distances, added, counts, errors)
-            loops.add_up(*(array.numpy() for array in arrays))
-            sums += added
-            continue
-        # A product with ones and zeros adds in a fixed order on a GPU, which scattering does not.
-        for rows in slices(len(Y), _buffer(Y) // (D * K)):
-            member = (codes[rows].T[..., None] == torch.arange(K, device=Y.device)).to(Y.dtype)
-            y = Y[rows].expand(D, -1, -1) if whole else cut(Y[rows], D)
-            sums += member.mT @ y
-            counts += member.sum(1)
-            errors += (member.mT @ distances[rows].T[..., None])[..., 0]
+        add_up_(Y, codes, distances, Clusters(sums, counts, errors), whole=whole)
     return Clusters(sums, counts, errors)
 
 
-def fused(Y: Tensor, C: Tensor) -> bool:
-    """Whether a GPU kernel finds the nearest codewords."""
-    if not kernels.on_device(Y):
-        return False
-    from givens.kernels.gpu import nearest as kernel
+@kernels.operation
+def add_up_(Y: Tensor, codes: Tensor, distances: Tensor, to: Clusters, *, whole: bool) -> None:
+    """Add vectors, ones and squared distances to the clusters that the codes name, in place."""
+    D, K = to.counts.shape
+    # A product with ones and zeros adds in a fixed order on a GPU, which scattering does not.
+    for rows in slices(len(Y), _buffer(Y) // (D * K)):
+        member = (codes[rows].T[..., None] == torch.arange(K, device=Y.device)).to(Y.dtype)
+        y = Y[rows].expand(D, -1, -1) if whole else cut(Y[rows], D)
+        to.sums.add_(member.mT @ y)
+        to.counts.add_(member.sum(1))
+        to.errors.add_((member.mT @ distances[rows].T[..., None])[..., 0])
 
-    return C.shape[-1] <= kernel.WIDEST
 
-
+@kernels.operation
 def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (N, D) and squared distances (N, D) of Y (N, n), float32: the one hot loop."""
-    if fused(Y, C):
-        from givens.kernels.gpu import nearest as kernel
-
-        return kernel.nearest(Y, C)
-    if kernels.choose(Y) == "numba":
-        from givens.kernels.cpu import nearest as loops
-
-        found = loops.nearest(Y.contiguous().numpy(), C.contiguous().numpy())
-        return torch.from_numpy(found[0]), torch.from_numpy(found[1])
     D, K, _ = C.shape
     # From the codewords' mean both are small, and so is what rounding does to |x|² − 2x·c + |c|².
     mean = C.mean(1, keepdim=True)
@@ -233,7 +219,7 @@ def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     return codes, distances
 
 
-def updated(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
+def update_centroids(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
     """Every codeword at the mean of its cluster, and the empty ones in the clusters that err most.
 
     The r-th empty codeword goes beside the r-th worst, a typical error apart from it; the next pass
@@ -255,7 +241,9 @@ def updated(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
     return C.scatter(1, empty, torch.where(split, donors + shift, C.gather(1, empty)))
 
 
-def started(X: Any, K: int, start: Start | Tensor, seed: int, device: torch.device | str) -> Tensor:
+def start_centroids(
+    X: Any, K: int, start: Start | Tensor, seed: int, device: torch.device | str
+) -> Tensor:
     """The codebooks to begin with."""
     N, D, w = X.shape
     if isinstance(start, Tensor):

@@ -21,28 +21,31 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from givens import kernels, pairing
-from givens.pairing import Pairing
-from givens.rotation import (
-    check_dtype,
-    check_orthogonal,
-    cos_and_sin,
-    largest,
-    orthonormalise_rows_,
-    turn_by_exponential_,
-    turn_rows_,
-)
-from givens.steps import check_gradient, choose_pairs, choose_partners, gradient_limit
-from givens.steps.options import (
+from givens.options import (
     Adapt,
     Options,
+    check_gradient,
+    check_layout,
+    check_matrix,
     check_options,
     check_rate,
+    check_state,
     fill_in,
+    gradient_limit,
     is_rate,
     options_for,
 )
+from givens.pairing import Pairing
+from givens.rotation import (
+    cos_and_sin,
+    largest,
+    orthonormalise_rows_,
+    skew_magnitudes,
+    turn_by_exponential_,
+    turn_rows_,
+)
 
-# What is checked again where it has changed.
+# Checked again when one of them changes.
 OPTIONS = ("pairing", "turns", "adapt", "betas", "exact", "seed", "maximize")
 
 
@@ -53,7 +56,7 @@ class GCD(Optimizer):
     determinant. The whole algorithm is `turn_planes_` below.
     """
 
-    # GradScaler then hands over `grad_scale` and `found_inf` instead of waiting for the device.
+    # Asks a GradScaler for `grad_scale` and `found_inf` as tensors, without a synchronisation.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -84,10 +87,10 @@ class GCD(Optimizer):
                 "matrix" has one such number for the matrix, and "adagrad" the root of their sum;
                 None is the paper's raw step θ = −λA_ij/√(2K), which has the loss's scale in it.
                 Random and overlapping planes are not all looked at: for them "adam" is "matrix".
-            betas: decay of the momentum and of the sizes. By default (0.9, 0.99), but without
-                momentum where the planes are random: a step then reads W and G once and no more.
-            exact: whether "steepest" is the exact maximum, O(n³) on one core, or nearly it.
-            seed: of the random planes, which depend on nothing but it and the step.
+            betas: decay of the momentum and of the sizes, (0.9, 0.99) by default; (0, 0.99) for
+                random planes, where a step then reads W and G only once.
+            exact: whether "steepest" finds the exact maximum, O(n³) on one core, or nearly that.
+            seed: of the random planes, which depend on it and the step alone.
             maximize: ascend instead.
         """
         defaults = {
@@ -101,12 +104,12 @@ class GCD(Optimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
-        # Buffers by matrix, made once, and the options that were checked; no part of the state.
+        # Buffers for each matrix, and the options that were checked; not part of the state.
         self._workspaces: dict[Any, Any] = {}
         self._checked: dict[int, list[Any]] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add matrices with options of their own, once they prove to be orthogonal."""
+        """Add orthogonal matrices with options of their own; nothing is added on an error."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -115,16 +118,16 @@ class GCD(Optimizer):
             check_rate(group["lr"], wait=True)
             names = group.get("param_names")
             for p, W in enumerate(group["params"]):
-                _check_matrix(names[p] if names else f"parameter {p}", W)
+                check_matrix(names[p] if names else f"parameter {p}", W)
         except BaseException:
             self.param_groups.pop()
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Go on from a state that may have been saved on another device."""
+        """Continue from a state that may have been saved on another device."""
         for W, saved in state["state"].items():
             if isinstance(W, Tensor):
-                _check_state(saved, W)
+                check_state(saved, W)
         super().__setstate__(state)
         self._workspaces, self._checked = {}, {}
         for W, saved in self.state.items():
@@ -134,14 +137,14 @@ class GCD(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Turn every matrix that has a gradient.
 
-        On a CPU a gradient that is not finite is an error, and no matrix is turned. A device is not
-        waited for: there the matrix with that gradient stays as it is, and state["skipped"] counts.
+        On a CPU a gradient that is not finite is an error, and no matrix is turned. On a GPU there
+        is no host synchronisation: the matrix stays as it is, and its state["skipped"] counts up.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Both come from a GradScaler.
+        # Set by a GradScaler.
         loss_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.device.type == "cpu" and found_inf:
@@ -151,34 +154,24 @@ class GCD(Optimizer):
             self._check_again(number, group)
             for W in group["params"]:
                 if W.grad is not None:
-                    # It has a history of its own after `backward(create_graph=True)`.
+                    # After `backward(create_graph=True)` a gradient has a graph of its own.
                     G = W.grad.detach() if W.grad.requires_grad else W.grad
-                    _check_layout(W, G, self.state[W])
+                    check_layout(W, G, self.state[W])
                     options = options_for(group, W, stream)
                     work.append((W, G if loss_scale is None else G / loss_scale, options))
                 stream += 1 if W.ndim == 2 else len(W)
-        # All or none: the first may not be turned before the last is known to be good.
+        # All or none: every gradient is checked before the first matrix turns.
         if len(work) > 1:
             for part in work:
                 check_gradient(*part)
         for W, G, options in work:
             state = self.state[W]
             _start(state, W, options)
-            backend = kernels.choose(W)
-            if backend == "reference":
-                step_(W, G, state, options, found_inf)
-            elif backend == "numba":
-                from givens.steps import cpu
-
-                cpu.step_(W, G, state, options, self._workspaces)
-            else:
-                from givens.steps import gpu
-
-                gpu.step_(W, G, state, options, found_inf, self._workspaces)
+            step_(W, G, state, options, found_inf, self._workspaces)
         return loss
 
     def _check_again(self, number: int, group: dict[str, Any]) -> None:
-        """Options are the caller's, and a scheduler's: what has changed is checked again."""
+        """Check what the caller or a scheduler has changed since the last step."""
         check_rate(group["lr"], wait=False)
         now = [group[name] for name in OPTIONS]
         if self._checked.get(number) != now:
@@ -186,6 +179,7 @@ class GCD(Optimizer):
             self._checked[number] = now
 
 
+@kernels.operation
 @torch.no_grad()
 def step_(
     W: Tensor,
@@ -193,8 +187,13 @@ def step_(
     state: dict[str, Any],
     how: Options,
     found_inf: Tensor | None = None,
+    workspaces: dict[Any, Any] | None = None,
 ) -> None:
-    """One step on one matrix or stack, in torch: the oracle of the compiled versions."""
+    """One step on one matrix or stack: the reference of the compiled versions.
+
+    W and state change in place, or not at all where the gradient overflows; `workspaces` are
+    buffers of the compiled versions.
+    """
     check_gradient(W, G, how)
     overflow = found_inf is not None and bool(found_inf)
     if overflow or not largest(G) <= gradient_limit(W, how) or not is_rate(how.lr):
@@ -208,6 +207,7 @@ def step_(
     else:
         for turn in range(how.turns):
             turn_pairing_(W, G, state, how, t, turn)
+    # Undo what rounding has done, on a random pairing.
     if t % how.tidy_every == 0:
         for b, w in enumerate(W):
             tidy = how.stream + b + kernels.TIDY_STREAM
@@ -233,11 +233,12 @@ def turn_planes_(W: Tensor, G: Tensor, state: dict[str, Any], how: Options, t: i
 
 
 def unit_derivatives(P: Tensor, state: dict[str, Any], how: Options, t: int) -> Tensor:
-    """D = m/√v, by both moments of A = P − Pᵀ, each plane for itself.
+    """D = m/√v from P = G Wᵀ: running means of A = P − Pᵀ and of its squares, plane by plane.
 
-    What axis i means, its place in a subspace, stays while R turns, so sizes and means belong to
-    planes. Where R has far to go, the mean of the ambient gradient is worth more: with S a running
-    mean of G Wᵀ whose columns turn with W, S − Sᵀ. The one that has foretold A better is used.
+    There are two candidates for the mean. The plain one, m, suits a frame in which axis i keeps its
+    meaning while R turns, as its place in a subspace. The other is S − Sᵀ, S a running mean of P
+    whose columns turn with W: the mean of the ambient gradient, better while R has far to go.
+    Whichever has predicted A better so far is used; state["foresight"] holds their errors.
     """
     beta1, beta2 = how.betas
     planes, ambient = as_stack(state["planes"]), as_stack(state["ambient"])
@@ -246,17 +247,21 @@ def unit_derivatives(P: Tensor, state: dict[str, Any], how: Options, t: int) -> 
     # m above the diagonal and √v below it: one is skew, the other symmetric.
     m, size = planes.triu(1), planes.tril(-1)
     m, size, S = m - m.mT, size + size.mT, ambient.mT
+
+    # How far each candidate is from the new A, and which was closer until now.
     known = 1 - beta1 ** (t - 1) if t > 1 else 1.0
     misses = [(A - mean / known).double().triu(1).square().sum((1, 2)) for mean in (m, S - S.mT)]
     follow = (foresight[:, 1] < foresight[:, 0])[:, None, None]
     count = max(A.shape[-1] * (A.shape[-1] - 1) // 2, 1)
     mean_miss = torch.stack(misses, -1) / count
     foresight.copy_((beta2 * foresight.double() ** 2 + (1 - beta2) * mean_miss).sqrt())
+
     m = beta1 * m + (1 - beta1) * A
     S = beta1 * S + (1 - beta1) * P
     size = torch.hypot(math.sqrt(beta2) * size, math.sqrt(1 - beta2) * A)
     planes.copy_(m.triu(1) + size.tril(-1))
     ambient.copy_(S.mT)
+
     D = torch.where(size > 0, torch.where(follow, S - S.mT, m) / size, 0).triu(1)
     return D - D.mT
 
@@ -264,7 +269,7 @@ def unit_derivatives(P: Tensor, state: dict[str, Any], how: Options, t: int) -> 
 def turn_pairing_(
     W: Tensor, G: Tensor, state: dict[str, Any], how: Options, t: int, turn: int
 ) -> None:
-    """The paper's step along one pairing, or with one size for the whole matrix.
+    """The paper's step along one pairing; with `adapt`, one size for the whole matrix.
 
     The momentum H is a running mean of G whose rows turn with those of W. So H Wᵀ − W Hᵀ is the
     running mean of all A so far, each carried along with the frame as QᵀAQ, at no extra product.
@@ -292,6 +297,43 @@ def turn_pairing_(
         turn_rows_(H, pairs, theta, disjoint=disjoint)
 
 
+def choose_partners(D: Tensor, how: Options) -> Tensor:
+    """The planes to turn, from D (b, n, n): each axis's partner in each pairing, (b, K, n)."""
+    if how.all_planes:
+        return pairing.every_pairing(D.shape[-1]).to(D.device).expand(len(D), -1, -1)
+    # D is skew to the last bit, so this is symmetric.
+    magnitudes = D.abs()
+    if how.turns > 1:
+        return pairing.greedy_partners(magnitudes, how.turns)
+    steepest = how.pairing == "steepest"
+    pairs = pairing.matched_pairs(magnitudes, steepest=steepest, exact=how.exact)
+    partners = torch.arange(D.shape[-1], device=D.device).repeat(len(D), 1)
+    partners.scatter_(1, pairs.flatten(1), pairs.flip(-1).flatten(1))
+    return partners[:, None]
+
+
+def choose_pairs(
+    W: Tensor, H: Tensor, how: Options, t: int, turn: int = 0, product: Tensor | None = None
+) -> Tensor:
+    """The planes to turn, (b, k, 2), from the skew derivatives H Wᵀ − W Hᵀ or from the seed."""
+    n, name = W.shape[-1], how.pairing
+    if name.endswith("random"):
+        streams = range(how.stream, how.stream + len(W))
+        if name == "random":
+            drawn = [
+                pairing.random_pairs(n, how.seed, step=t, stream=s, turn=turn) for s in streams
+            ]
+        else:
+            drawn = [
+                pairing.overlapping_random_pairs(n, how.seed, step=t, stream=s) for s in streams
+            ]
+        return torch.stack(drawn).to(W.device)
+    magnitudes = skew_magnitudes(torch.matmul(H, W.mT, out=product))
+    if name == "overlapping-greedy":
+        return pairing.largest_pairs(magnitudes)
+    return pairing.matched_pairs(magnitudes, steepest=name == "steepest", exact=how.exact)
+
+
 def plane_derivatives(W: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
     """A_ij = g_i·w_j − w_i·g_j of the given planes alone: O(n²) for n/2 of them, never A itself."""
     i, j = (index[..., None] for index in pairs.unbind(-1))
@@ -306,7 +348,7 @@ def as_stack(M: Tensor) -> Tensor:
 
 
 def _start(state: dict[str, Any], W: Tensor, how: Options) -> None:
-    """Make what is missing of the state: all of it at first, or what an option asks for since."""
+    """Make what is missing of the state, at the first step or after an option has changed."""
     if "step" not in state:
         _place_counts(state, W)
     count = 1 if W.ndim == 2 else len(W)
@@ -323,53 +365,8 @@ def _start(state: dict[str, Any], W: Tensor, how: Options) -> None:
 
 
 def _place_counts(state: dict[str, Any], W: Tensor) -> None:
-    """Count on the device, so that nothing waits and a replayed CUDA graph counts on."""
+    """Keep counts on W's device: a replayed CUDA graph counts on, and nothing synchronises."""
     for name, kind in (("step", torch.int64), ("skipped", torch.int32)):
         count = int(state.get(name, 0))
         on_cpu = W.device.type == "cpu"
         state[name] = count if on_cpu else torch.tensor(count, dtype=kind, device=W.device)
-
-
-def _check_state(state: dict[str, Any], W: Tensor) -> None:
-    """Refuse a state that would make W no rotation."""
-    _check_shapes(state, W)
-    for name, value in state.items():
-        if isinstance(value, Tensor) and not value.isfinite().all():
-            raise ValueError(f"the state must be finite, but {name} has NaN or infinite entries")
-        if name in ("step", "skipped") and not 0 <= int(value) < 1 << 31:
-            raise ValueError(f"{name} of a state must be in 0..2³¹−1, but got {int(value)}")
-
-
-def _check_shapes(state: dict[str, Any], W: Tensor) -> None:
-    """Refuse a state that is of another matrix."""
-    for name in ("planes", "ambient", "momentum"):
-        if name in state and state[name].shape != W.shape:
-            raise ValueError(
-                f"the state must be of a {tuple(W.shape)} matrix, but {name} has shape "
-                f"{tuple(state[name].shape)}; make a new GCD for another matrix"
-            )
-
-
-def _check_layout(W: Tensor, G: Tensor, state: dict[str, Any]) -> None:
-    """Refuse what the loops cannot read."""
-    check_dtype("the matrix", W)
-    _check_shapes(state, W)
-    if G.dtype != W.dtype or G.layout != torch.strided:
-        raise ValueError(f"the gradient must be dense and {W.dtype}, but got {G.layout} {G.dtype}")
-
-
-def _check_matrix(name: str, W: Tensor) -> None:
-    """Refuse a parameter that GCD cannot turn."""
-    if W.ndim not in (2, 3) or W.shape[-1] != W.shape[-2] or W.numel() == 0:
-        raise ValueError(
-            f"GCD turns square matrices, (n, n) or stacks (b, n, n), but {name} has shape "
-            f"{tuple(W.shape)}; leave it to another optimizer, or, if its columns are to stay "
-            f"orthonormal, train a square givens.Rotation and use part of its columns"
-        )
-    if hasattr(W, "to_local"):
-        raise ValueError(
-            f"GCD turns whole matrices, but {name} is a DTensor, of which a rank has a part; "
-            "leave it out of fully_shard (ignored_params), and average its gradient over ranks"
-        )
-    check_dtype(name, W)
-    check_orthogonal(name, W)

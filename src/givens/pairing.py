@@ -15,16 +15,15 @@ from givens.kernels import GOLDEN, SHUFFLE_BITS, SHUFFLE_ROUNDS, WORD
 from givens.rotation import check_square
 
 Pairing = Literal["random", "greedy", "steepest", "overlapping-random", "overlapping-greedy"]
+# What the rest of the library calls GCD by each of them.
+Variant = Literal[
+    "gcd-random", "gcd-greedy", "gcd-steepest", "overlapping-random", "overlapping-greedy"
+]
 Pairs = Int[Tensor, "*batch k 2"]
 
 # Belief propagation is stopped here and there to round its prices to a matching; the best is kept.
 ROUND_AFTER = (8, 16, 24)
 EXCHANGES = 8
-
-
-def looks_away(pairing: Pairing) -> bool:
-    """Whether the planes may share axes, or are chosen without a look at their derivatives."""
-    return pairing not in ("greedy", "steepest")
 
 
 def random_pairs(
@@ -36,14 +35,14 @@ def random_pairs(
     Pairings of one draw with different turns, up to n − 1 of them, have no plane in common.
     """
     _check_draw(n, seed)
-    if kernels.choose() == "numba":
-        from givens.kernels.cpu import turning
+    return draw_pairs(n, seed, step, stream, turn)
 
-        pairs = torch.empty(n // 2, 2, dtype=torch.int64, device="cpu")
-        turning.draw_pairs(n, seed, step, stream, turn, pairs.numpy())
-        return pairs
+
+@kernels.operation
+def draw_pairs(n: int, seed: int, step: int, stream: int, turn: int) -> Int[Tensor, "k 2"]:
+    """`random_pairs`, unchecked."""
     places = _round_robin(n, turn)
-    return _ordered(_permute(places.flatten(), n, _key(seed, step, stream)).view(-1, 2))
+    return _sort_pairs(_permute(places.flatten(), n, _key(seed, step, stream)).view(-1, 2))
 
 
 def every_pairing(n: int) -> Int[Tensor, "rounds n"]:
@@ -57,6 +56,11 @@ def every_pairing(n: int) -> Int[Tensor, "rounds n"]:
         i, j = _round_robin(n, turn).unbind(-1)
         partner[i], partner[j] = j, i
     return partners
+
+
+def every_pairing_for(W: Tensor) -> Tensor:
+    """`every_pairing` of W's axes, int32, on its device."""
+    return every_pairing(W.shape[-1]).int().to(W.device)
 
 
 def _round_robin(n: int, turn: int) -> Int[Tensor, "k 2"]:
@@ -90,6 +94,7 @@ def greedy_pairs(A: Float[Tensor, "*batch n n"]) -> Pairs:
     return matched_pairs(_magnitudes(A))
 
 
+@kernels.operation
 def greedy_partners(
     magnitudes: Float[Tensor, "*batch n n"], turns: int
 ) -> Int[Tensor, "*batch turns n"]:
@@ -101,17 +106,7 @@ def greedy_partners(
     """
     if magnitudes.ndim > 2:
         return torch.stack([greedy_partners(m, turns) for m in magnitudes])
-    n = len(magnitudes)
-    if kernels.choose(magnitudes) == "numba":
-        from givens.kernels.cpu import choosing
-
-        partners = torch.empty(turns, n, dtype=torch.int32)
-        # As float32, whose bits sort like numbers; scaled, or float64 would not fit.
-        most = magnitudes.amax().clamp_min(torch.finfo(magnitudes.dtype).tiny)
-        keys = (magnitudes / most).float().contiguous().view(torch.int32)
-        choosing.choose(keys.numpy(), partners.numpy())
-        return partners.long()
-    axes = torch.arange(n, device=magnitudes.device)
+    axes = torch.arange(len(magnitudes), device=magnitudes.device)
     left = torch.where(magnitudes > 0, magnitudes, -torch.inf)
     chosen = []
     for _ in range(turns):
@@ -148,37 +143,41 @@ def matched_pairs(
     magnitudes: Float[Tensor, "*batch n n"], *, steepest: bool = False, exact: bool = False
 ) -> Pairs:
     """`greedy_pairs` or `steepest_pairs` of |A|, which must be symmetric to the last bit."""
-    n = magnitudes.shape[-1]
-    if kernels.choose(magnitudes) == "triton" and n > 1 and not (steepest and exact):
-        from givens.kernels.gpu.matching import Matcher
+    return match_exactly(magnitudes) if steepest and exact else match_nearly(magnitudes, steepest)
 
-        matcher = Matcher(magnitudes)
-        pairs = matcher.new_pairs()
-        match = matcher.steepest if steepest else matcher.greedy
-        match(magnitudes.contiguous(), pairs)
-        return pairs[:, : n // 2].long().view(*magnitudes.shape[:-2], n // 2, 2)
+
+def match_exactly(magnitudes: Float[Tensor, "*batch n n"]) -> Pairs:
+    """The maximum of Σ A_ij² over pairings, on one core."""
     if magnitudes.ndim > 2:
-        return torch.stack([matched_pairs(m, steepest=steepest, exact=exact) for m in magnitudes])
-    if not steepest:
-        partner = _locally_dominant(magnitudes)
-    else:
-        # Scaled, so that squares neither vanish nor overflow.
-        scaled = magnitudes / magnitudes.amax().clamp_min(torch.finfo(magnitudes.dtype).tiny)
-        partner = _blossom(scaled) if exact else _believed(scaled, _locally_dominant(magnitudes))
-    axes = torch.arange(len(magnitudes), device=magnitudes.device)
-    i = torch.nonzero(partner > axes).squeeze(1)
+        return torch.stack([match_exactly(m) for m in magnitudes])
+    return _list_pairs(_blossom(_scale(magnitudes)))
+
+
+@kernels.operation
+def match_nearly(magnitudes: Float[Tensor, "*batch n n"], steepest: bool) -> Pairs:
+    """The greedy pairing, or nearly the steepest one."""
+    if magnitudes.ndim > 2:
+        return torch.stack([match_nearly(m, steepest) for m in magnitudes])
+    partner = match_greedily(magnitudes)
+    return _list_pairs(_believe(_scale(magnitudes), partner) if steepest else partner)
+
+
+def _scale(magnitudes: Tensor) -> Tensor:
+    """Of 1 at most, so that squares neither vanish nor overflow."""
+    return magnitudes / magnitudes.amax().clamp_min(torch.finfo(magnitudes.dtype).tiny)
+
+
+def _list_pairs(partner: Int[Tensor, " n"]) -> Int[Tensor, "k 2"]:
+    i = torch.nonzero(partner > torch.arange(len(partner), device=partner.device)).squeeze(1)
     return torch.stack([i, partner[i]], dim=-1)
 
 
-def _locally_dominant(weights: Float[Tensor, "n n"], *, signed: bool = False) -> Int[Tensor, " n"]:
-    """The greedy matching of a complete graph with symmetric weights; −1 marks a free axis."""
-    n = len(weights)
-    if kernels.choose(weights) == "numba":
-        from givens.kernels.cpu import matching
+@kernels.operation
+def match_greedily(weights: Float[Tensor, "n n"], *, signed: bool = False) -> Int[Tensor, " n"]:
+    """The greedy matching of a complete graph with symmetric weights; −1 marks a free axis.
 
-        found = torch.empty(n, dtype=torch.int64, device=weights.device)
-        matching.match(_sortable(weights, signed).numpy(), found.numpy())
-        return found
+    No weight is negative unless `signed`.
+    """
     return _dominant_rounds(weights.clone())
 
 
@@ -199,13 +198,6 @@ def _dominant_rounds(free: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
         if not mutual.any():
             break
     return partner
-
-
-def _sortable(weights: Tensor, signed: bool) -> Tensor:
-    """Integers in the order of the floats; where no float is negative, their bits as they are."""
-    bits = weights.element_size() * 8
-    keys = weights.contiguous().view(torch.int32 if bits == 32 else torch.int64)
-    return keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1)) if signed else keys
 
 
 def _blossom(magnitudes: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
@@ -231,7 +223,7 @@ def _blossom(magnitudes: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
     return partner.to(magnitudes.device)
 
 
-def _believed(magnitudes: Float[Tensor, "n n"], greedy: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+def _believe(magnitudes: Float[Tensor, "n n"], greedy: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """A near-maximal matching of Σ A_ij², never below greedy: prices, rounding, exchanges.
 
     Max-product belief propagation on the complete graph needs O(n) state: each axis asks for the
@@ -247,58 +239,42 @@ def _believed(magnitudes: Float[Tensor, "n n"], greedy: Int[Tensor, " n"]) -> In
     if n % 2:
         rests = greedy < 0
         best = torch.cat([torch.where(rests, n, greedy), axes[:n][rests]])
-    best = _exchanged(best, weights)
+    best = exchange(weights, best)
     zero = torch.zeros_like(weights[0])
-    first, second, bidder = _bid(weights, zero, zero, torch.full_like(axes, -1))
+    first, second, bidder = bid(weights, zero, zero, torch.full_like(axes, -1))
     first, second = first / 2, second / 2
     for iteration in range(1, max(ROUND_AFTER) + 1):
-        first, second, bidder = _bid(weights, first, second, bidder)
+        first, second, bidder = bid(weights, first, second, bidder)
         if iteration in ROUND_AFTER:
-            asked = _asked(first, second, bidder)
+            prices = _prices(first, second, bidder)
             # Summed first, so that the result is symmetric to the last bit.
-            left = weights - (asked + asked.mT)
-            rounded = _exchanged(_locally_dominant(left, signed=True), weights)
+            left = weights - (prices + prices.mT)
+            rounded = exchange(weights, match_greedily(left, signed=True))
             better = _weight(rounded, weights) > _weight(best, weights)
             best = torch.where(better, rounded, best)
     return torch.where(best[:n] < n, best[:n], -1)
 
 
-def _bid(
+@kernels.operation
+def bid(
     weights: Tensor, first: Tensor, second: Tensor, bidder: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each axis's best and second best offer at the prices asked now, and who makes the best."""
-    if kernels.choose(weights) == "numba":
-        from givens.kernels.cpu import matching
-
-        now = first.clone(), second.clone(), bidder.clone()
-        offer = torch.empty_like(first)
-        buffers = (*now, offer, _sortable(offer, signed=False))
-        matching.bid(weights.numpy(), *(buffer.numpy() for buffer in buffers))
-        return now
-    offers = (weights - _asked(first, second, bidder)).fill_diagonal_(-torch.inf)
+    offers = (weights - _prices(first, second, bidder)).fill_diagonal_(-torch.inf)
     first, bidder = offers.max(dim=1)
     second = offers.scatter(1, bidder[:, None], -torch.inf).amax(dim=1)
     return first, second, bidder
 
 
-def _asked(first: Tensor, second: Tensor, bidder: Tensor) -> Tensor:
+def _prices(first: Tensor, second: Tensor, bidder: Tensor) -> Tensor:
     """What k asks of i, at [i, k]: its best offer, but of its best bidder the second best."""
     axes = torch.arange(len(first), device=first.device)
     return torch.where(bidder == axes[:, None], second, first)
 
 
-def _exchanged(partner: Int[Tensor, " n"], weights: Tensor) -> Int[Tensor, " n"]:
+@kernels.operation
+def exchange(weights: Tensor, partner: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """Exchange pairs (a, b), (c, d) for (a, c), (b, d) or (a, d), (b, c) while that gains."""
-    if kernels.choose(weights) == "numba":
-        from givens.kernels.cpu import matching
-
-        partner = partner.clone()
-        gain = weights.new_empty(len(partner) // 2, len(partner) // 2)
-        keys = _sortable(gain, signed=False)
-        for _ in range(EXCHANGES):
-            if not matching.exchange(weights.numpy(), partner.numpy(), gain.numpy(), keys.numpy()):
-                break
-        return partner
     axes = torch.arange(len(partner), device=partner.device)
     for _ in range(EXCHANGES):
         a = torch.nonzero(axes < partner).squeeze(1)
@@ -307,7 +283,7 @@ def _exchanged(partner: Int[Tensor, " n"], weights: Tensor) -> Int[Tensor, " n"]
         straight = weights[a[:, None], a] + weights[b[:, None], b]
         crossed = weights[a[:, None], b] + weights[b[:, None], a]
         gain = torch.maximum(straight, crossed) - (now + now[:, None])
-        other = _locally_dominant(gain.clamp_min(0))
+        other = match_greedily(gain.clamp_min(0))
         pair = torch.arange(len(a), device=a.device)
         pair = pair[other > pair]
         pair = pair[gain[pair, other[pair]] > 0]
@@ -344,7 +320,7 @@ def _check_draw(n: int, seed: int) -> None:
         raise ValueError(f"seed must be in 0..2⁶³−1, but got seed={seed}")
 
 
-def _ordered(pairs: Tensor) -> Tensor:
+def _sort_pairs(pairs: Tensor) -> Tensor:
     return torch.stack([pairs.amin(-1), pairs.amax(-1)], dim=-1)
 
 

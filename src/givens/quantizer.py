@@ -19,7 +19,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from givens.checks import LONGEST, check_choice, check_lengths, check_table
-from givens.kmeans import nearest
+from givens.kmeans import assign_lists, nearest
 from givens.rotation import check_orthogonal, determinant, full_precision
 from givens.storage import files
 from givens.storage.given import as_vectors
@@ -90,6 +90,11 @@ class Quantizer:
         return self.codebooks.shape[1]
 
     @property
+    def device(self) -> torch.device:
+        """Where its parts are, and its codes will be."""
+        return self.rotation.device
+
+    @property
     def fingerprint(self) -> str:
         """By which an index and a model know that they belong together."""
         digest = hashlib.sha256(self.metric.encode())
@@ -101,20 +106,20 @@ class Quantizer:
     def rotate(self, x: Any) -> Float[Tensor, "N n"]:
         """Y = x R, normalised before where the metric is cosine: what the codebooks are for."""
         check_table("x", x, self.dim)
-        x = torch.as_tensor(x, dtype=self.rotation.dtype, device=self.rotation.device)
+        x = torch.as_tensor(x, dtype=self.rotation.dtype, device=self.device)
         check_lengths("x", x, self.metric)
-        return self._rotated(x)
+        return self._rotate(x)
 
     def encode(self, x: Any) -> Codes:
         """The codes of vectors (N, n), on the quantizer's device."""
         x = as_vectors(x)
-        N, device = self._rows(x), self.rotation.device
+        N, device = self._rows(x), self.device
         fine = torch.empty(N, self.subspaces, dtype=torch.uint8, device=device)
         coarse = torch.empty(N, dtype=torch.int64, device=device)
         at = 0
         for part in self._chunks(x):
             rows = slice(at, at := at + len(part))
-            codes = self.encode_rotated(self._rotated(part))
+            codes = self.encode_rotated(self._rotate(part))
             fine[rows] = codes.fine
             if codes.coarse is not None:
                 coarse[rows] = codes.coarse
@@ -130,7 +135,7 @@ class Quantizer:
 
     def decode(self, codes: Codes) -> Float[Tensor, "N n"]:
         """The vectors that the codes stand for, rotated back: q(y) Rᵀ."""
-        with full_precision(self.rotation.device):
+        with full_precision(self.device):
             return self.codewords_of(codes) @ self.rotation.mT
 
     def codewords_of(self, codes: Codes) -> Float[Tensor, "N n"]:
@@ -148,9 +153,9 @@ class Quantizer:
         N = self._rows(x)
         if N == 0:
             raise ValueError("x must have at least one vector, but got 0")
-        total = torch.zeros((), dtype=torch.float64, device=self.rotation.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in self._chunks(x):
-            Y = self._rotated(part)
+            Y = self._rotate(part)
             q = self.codewords_of(self.encode_rotated(Y))
             # By column first: a whole sum is cut up among as many threads as there are.
             total += (Y - q).square().sum(0, dtype=torch.float64).sum()
@@ -160,13 +165,10 @@ class Quantizer:
         """The coarse centroid of rotated vectors, by the metric."""
         if self.coarse is None:
             raise ValueError("assign needs coarse centroids, but this quantizer has none")
-        if self.metric == "l2":
-            return nearest(Y, self.coarse[None])[:, 0].long()
-        with full_precision(Y.device):
-            return (Y @ self.coarse.mT).argmax(1)
+        return assign_lists(Y, self.coarse, self.metric)
 
     def to(self, device: torch.device | str) -> "Quantizer":
-        """The same quantizer on another device."""
+        """The same quantizer on another device, as a new one."""
         coarse = None if self.coarse is None else self.coarse.to(device)
         rotation, codebooks = self.rotation.to(device), self.codebooks.to(device)
         return Quantizer(rotation, codebooks, coarse, self.metric)
@@ -174,6 +176,21 @@ class Quantizer:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, whole or not at all."""
         files.save(path, KIND, self._tensors(), {"metric": self.metric})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Quantizer":
+        """Read what `save` wrote, on the CPU; a file that is not as it was saved is refused."""
+        contents = files.load(path, KIND)
+        parts = contents.tensors
+        try:
+            rotation, codebooks = parts.pop("rotation"), parts.pop("codebooks")
+            coarse, metric = parts.pop("coarse", None), contents.metadata["metric"]
+            if parts:
+                raise ValueError(f"it has an unknown part {min(parts)!r}")
+            return cls(rotation, codebooks, coarse, metric)
+        except (KeyError, ValueError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path} is not a quantizer: {what}") from error
 
     def __repr__(self) -> str:
         return (
@@ -188,7 +205,7 @@ class Quantizer:
         tensors = {"rotation": self.rotation, "codebooks": self.codebooks}
         return tensors if self.coarse is None else {**tensors, "coarse": self.coarse}
 
-    def _rotated(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor) -> Tensor:
         if self.metric == "cosine":
             x = torch.nn.functional.normalize(x)
         with full_precision(x.device):
@@ -226,7 +243,7 @@ class Quantizer:
         """Slices of x in float32 on the device, as far as it can compare them."""
         widest = max(self.dim, 0 if self.coarse is None else len(self.coarse))
         at = 0
-        for part in chunks(x, BUFFER // widest, self.rotation.device):
+        for part in chunks(x, BUFFER // widest, self.device):
             check_lengths("x", part, self.metric, first=at)
             yield part
             at += len(part)
@@ -234,17 +251,7 @@ class Quantizer:
 
 def load(path: str | Path) -> Quantizer:
     """Read a quantizer that `Quantizer.save` wrote; one that is not as it was saved is refused."""
-    contents = files.load(path, KIND)
-    parts = contents.tensors
-    try:
-        rotation, codebooks = parts.pop("rotation"), parts.pop("codebooks")
-        coarse, metric = parts.pop("coarse", None), contents.metadata["metric"]
-        if parts:
-            raise ValueError(f"it has an unknown part {min(parts)!r}")
-        return Quantizer(rotation, codebooks, coarse, metric)
-    except (KeyError, ValueError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path} is not a quantizer: {what}") from error
+    return Quantizer.load(path)
 
 
 def _part(name: str, tensor: Tensor, ndim: int, device: torch.device) -> Tensor:

@@ -124,17 +124,12 @@ def rotate_pairs_(
     return R
 
 
+@kernels.operation
 def turn_rows_(W: Tensor, pairs: Tensor, theta: Tensor, *, disjoint: bool) -> None:
     """Row i ← c·W_i + s·W_j, row j ← c·W_j − s·W_i, unchecked; W = Rᵀ makes it R ∏ R_ij(θ)."""
     if W.ndim > 2:
         for w, p, t in zip(W, pairs, theta, strict=True):
             turn_rows_(w, p, t, disjoint=disjoint)
-    elif kernels.choose(W) == "numba":
-        from givens.kernels.cpu import turning
-
-        # The compiled loop takes the planes in order, so it needs no disjointness.
-        turning.turn_rows(W.numpy(), pairs.numpy(), theta.numpy())
-        kernels.written(W)
     elif disjoint:
         i, j = pairs.unbind(-1)
         c, s = (part.to(W.dtype)[:, None] for part in cos_and_sin(theta))
@@ -152,17 +147,13 @@ def cos_and_sin(theta: Tensor) -> tuple[Tensor, Tensor]:
     return theta.cos(), theta.sin()
 
 
+@kernels.operation
 def skew_magnitudes(P: Tensor) -> Tensor:
     """|P − Pᵀ|, symmetric to the last bit; P may be overwritten."""
-    if kernels.choose(P) == "numba":
-        from givens.kernels.cpu import matching
-
-        for p in P.numpy().reshape(-1, *P.shape[-2:]):
-            matching.magnitudes(p)
-        return P
     return (P - P.mT).abs()
 
 
+@kernels.operation
 def orthonormalise_rows_(W: Tensor, pairs: Tensor) -> None:
     """Multiply each pair of rows by (3I − Gram)/2, the Newton–Schulz step of its 2×2 Gram matrix.
 
@@ -232,13 +223,9 @@ def orthogonality_error(R: Float[Tensor, "*batch n n"]) -> float:
     return float((R.mT @ R - eye).abs().max()) if R.numel() else 0.0
 
 
+@kernels.operation
 def largest(M: Tensor) -> float:
     """Max |M|, NaN where an entry is; waits for the device."""
-    if kernels.choose(M) == "numba" and M.is_contiguous():
-        from givens.kernels.cpu import turning
-
-        entries = M.detach().numpy()
-        return turning.largest(entries)
     return float(M.detach().abs().max())
 
 

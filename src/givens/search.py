@@ -219,7 +219,7 @@ def _nearest(
             which, places = screen.candidates(rows, best[rows, -1], k)
             if len(which):
                 far = _exact(part, asked[rows], which, places, metric)
-                best[rows], ids[rows] = _merged(best[rows], ids[rows], which, far, places + at)
+                best[rows], ids[rows] = _merge(best[rows], ids[rows], which, far, places + at)
             if progress is not None:
                 progress((rows.stop - rows.start) * len(part))
         at += len(part)
@@ -236,12 +236,12 @@ class _Screen:
         self.dtype = torch.float32 if trusted else torch.float64
         # Distances do not change with the origin, and are the less rounded the nearer it is.
         self.origin = first.mean(0) if metric == "l2" else None
-        self.asked = self._seen(asked)
+        self.asked = self._prepare(asked)
         self.lengths = self.asked.double().norm(dim=1)
 
     def take(self, part: Tensor) -> None:
         """Look at the next slice of vectors."""
-        self.part = self._seen(part)
+        self.part = self._prepare(part)
         squares = self.part.square().sum(1)
         self.squares, self.longest = squares, squares.max().double().sqrt()
 
@@ -266,7 +266,7 @@ class _Screen:
         which, places = near.nonzero(as_tuple=True)
         return which, places
 
-    def _seen(self, table: Tensor) -> Tensor:
+    def _prepare(self, table: Tensor) -> Tensor:
         table = table.to(self.dtype)
         if self.metric == "cosine":
             return torch.nn.functional.normalize(table, eps=SMALLEST)
@@ -297,7 +297,7 @@ def _exact(part: Tensor, asked: Tensor, which: Tensor, places: Tensor, metric: M
     return far
 
 
-def _merged(
+def _merge(
     best: Tensor, ids: Tensor, which: Tensor, far: Tensor, names: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The best of those that were kept and of new ones, whose ids are larger and in order."""

@@ -41,7 +41,7 @@ class ProductQuantizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         coarse: int = 0,
         method: Method = "gcd-greedy",
         metric: Metric = "l2",
-        iterations: int | None = None,
+        max_iter: int | None = None,
         sample: int | None = SAMPLE,
         random_state: int | np.random.RandomState | None = 0,
     ) -> None:
@@ -53,8 +53,8 @@ class ProductQuantizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
             coarse: centroids of an inverted file; 0 for none.
             method: how the rotation is learned, as in `givens.fit`; "pq" for none.
             metric: "l2", "ip" or "cosine", for which vectors are normalised.
-            iterations: the most passes over the vectors.
-            sample: how many vectors to look at; None for all.
+            max_iter: the most passes over the vectors.
+            sample: how many vectors to look at; 0 for all.
             random_state: an integer is the seed of `givens.fit`.
         """
         self.subspaces = subspaces
@@ -62,7 +62,7 @@ class ProductQuantizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         self.coarse = coarse
         self.method = method
         self.metric = metric
-        self.iterations = iterations
+        self.max_iter = max_iter
         self.sample = sample
         self.random_state = random_state
 
@@ -76,11 +76,11 @@ class ProductQuantizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         self.quantizer_: Quantizer = fit(
             X,
             self.subspaces,
-            self.codewords,
-            self.coarse,
+            codewords=self.codewords,
+            coarse=self.coarse,
             method=self.method,
             metric=self.metric,
-            iterations=self.iterations,
+            max_iter=self.max_iter,
             sample=self.sample,
             seed=self._seed(),
         )

@@ -22,10 +22,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from givens.checks import check_finite
 from givens.fixed.fit import SAMPLE, Method, Progress
 from givens.fixed.fit import fit as fit_quantizer
 from givens.fixed.sample import Sample
-from givens.kmeans import kmeans, nearest
+from givens.kmeans import assign_lists, kmeans
 from givens.quantizer import BUFFER, KIND, Codes, Quantizer, load
 from givens.storage import files
 from givens.storage.given import as_vectors
@@ -140,10 +141,7 @@ class Tokenizer:
             raise ValueError(f"x must have shape (N, {self.dim}), but got {tuple(x.shape)}")
         at = 0
         for part in chunks(x, BUFFER // max(self.dim, *self.sizes)):
-            good = part.isfinite().all(1)
-            if not good.all():
-                row = at + int((~good).nonzero()[0])
-                raise ValueError(f"x must be finite, but row {row} has NaN or infinite values")
+            check_finite("x", part, first=at)
             yield torch.nn.functional.normalize(part) if self.normalise else part
             at += len(part)
 
@@ -151,8 +149,9 @@ class Tokenizer:
         """The tokens of some vectors, and the sum of their squared errors."""
         found = []
         for stage in self.stages:
-            found.append(nearest(part, stage[None]).long())
-            part = part - stage[found[-1][:, 0]]
+            token = assign_lists(part, stage)
+            found.append(token[:, None])
+            part = part - stage[token]
         if self.tail is not None:
             Y = self.tail.rotate(part)
             codes = self.tail.encode_rotated(Y)
@@ -185,7 +184,7 @@ def fit(
             Not for residual stages alone, which a rotation does not change.
         metric: "l2", or "cosine", for which vectors are normalised.
         seed: of everything that is drawn.
-        sample: how many vectors to look at, which are then in memory; None for all.
+        sample: how many vectors to look at, which are then in memory; 0 for all.
         callback: told of every pass over the tail.
     """
     if metric not in ("l2", "cosine"):
@@ -200,20 +199,20 @@ def fit(
     x = as_vectors(x)
     if len(x.shape) != 2:
         raise ValueError(f"x must have shape (N, n), but got {tuple(x.shape)}")
-    data = Sample(x, torch.device("cpu")).drawn(len(x) if sample is None else sample, seed)
+    data = Sample(x, torch.device("cpu")).draw(sample or len(x), seed)
     data.check(metric)
     if metric == "cosine":
-        data = data.seen(normalise=True)
+        data = data.transform(normalise=True)
     left, centroids = data.x, []
     for at, size in enumerate(stages):
         if not 1 <= size <= len(left):
             raise ValueError(f"stages must be in 1..{len(left)}, the vectors, but got {size}")
         centroids.append(kmeans(left[:, None], size, seed=seed + at)[0])
-        left = left - centroids[-1][nearest(left, centroids[-1][None])[:, 0].long()]
+        left = left - centroids[-1][assign_lists(left, centroids[-1])]
     tail = None
     if subspaces:
-        how: dict[str, Any] = {"method": method or "gcd-greedy", "seed": seed, "sample": None}
-        tail = fit_quantizer(left, subspaces, codewords, callback=callback, **how)
+        how: dict[str, Any] = {"method": method or "gcd-greedy", "seed": seed, "sample": 0}
+        tail = fit_quantizer(left, subspaces, codewords=codewords, callback=callback, **how)
     return Tokenizer(centroids, tail, metric == "cosine")
 
 

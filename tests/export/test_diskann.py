@@ -142,7 +142,7 @@ def test_diskann_encodes_by_our_pivots_as_we_do(tmp_path, call):
     """It takes pivots that are there already; its build does not rotate."""
     x = data(5000)
     np.save(tmp_path / "x.npy", x.numpy())
-    q = givens.fit(x, 4, 256, method="pq", iterations=4)
+    q = givens.fit(x, 4, codewords=256, method="pq", max_iter=4)
     to_diskann(q, None, tmp_path / "ann")
     pivots, rotation, compressed = paths(tmp_path / "ann")
     before = pivots.read_bytes()
@@ -169,7 +169,7 @@ def test_diskann_opens_them_and_searches_by_them(tmp_path, call):
 
     call(BUILD)
     theirs = recall()
-    q = givens.fit(x, 4, 256, iterations=4)
+    q = givens.fit(x, 4, codewords=256, max_iter=4)
     to_diskann(q, x, tmp_path / "ann")
     ours = recall()
     # The rotation is read: with another one the codes mean nothing.

@@ -105,7 +105,7 @@ def test_without_faiss_it_is_written_and_searched(tmp_path):
     code = (
         "import sys; sys.modules['faiss'] = None\n"
         "import torch, givens; from givens.export.lance import query, to_lance\n"
-        "x = torch.randn(600, 8); q = givens.fit(x, 2, 16, 4, iterations=2)\n"
+        "x = torch.randn(600, 8); q = givens.fit(x, 2, codewords=16, coarse=4, max_iter=2)\n"
         "to_lance(q, x, sys.argv[1]); print(query(sys.argv[1], q, x[:2], 3)['id'].to_pylist())"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "items.lance")]

@@ -14,7 +14,9 @@ NAMES = np.arange(N) * 7 % 6007  # in no order
 
 def make(L, metric, K=16):
     x = torch.randn(N, n) * torch.linspace(2, 0.3, n)
-    return givens.fit(x, 4, K, L, metric=metric, iterations=3, method="opq", init="identity"), x
+    return givens.fit(
+        x, 4, codewords=K, coarse=L, metric=metric, max_iter=3, method="opq", init="identity"
+    ), x
 
 
 def trained_on(q, x, by=0.02):

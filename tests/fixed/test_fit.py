@@ -21,7 +21,7 @@ def data(N=N, seed=0):
 
 
 def quick(x, **options):
-    return fit(x, D, K, **{"iterations": 9, **options})
+    return fit(x, D, codewords=K, **{"max_iter": 9, **options})
 
 
 def same(p, q):
@@ -66,21 +66,21 @@ def test_no_default_of_torch_matters(method):
 def test_where_nothing_can_be_gained_plain_pq_is_what_comes_back():
     # One clear direction for each axis: any rotation can only mix them.
     X = torch.randint(0, 2, (1000, 4), generator=torch.Generator().manual_seed(0)) * 100.0
-    q = fit(X, 4, 2)
-    assert q.distortion(X) <= fit(X, 4, 2, method="pq").distortion(X) + 1e-6
+    q = fit(X, 4, codewords=2)
+    assert q.distortion(X) <= fit(X, 4, codewords=2, method="pq").distortion(X) + 1e-6
 
 
 def test_at_least_as_good_as_svd_and_better_than_pq_on_new_vectors():
     X, new = data(), data(seed=1)
     error = {
-        m: quick(X, method=m, iterations=20).distortion(new) for m in ("gcd-greedy", "opq", "pq")
+        m: quick(X, method=m, max_iter=20).distortion(new) for m in ("gcd-greedy", "opq", "pq")
     }
     assert error["gcd-greedy"] < 1.02 * error["opq"] < 1.02 * error["pq"]
 
 
 def test_distortion_falls_in_every_pass(backend):
     told = []
-    quick(data(), init="identity", grow=False, tolerance=-1.0, callback=told.append)
+    quick(data(), init="identity", grow=False, tol=-1.0, callback=told.append)
     errors = [p.distortion for p in told]
     assert len(errors) == 9
     assert all(after < before for before, after in itertools.pairwise(errors[1:]))
@@ -98,8 +98,8 @@ def test_the_same_seed_gives_the_same_quantizer():
 @pytest.mark.parametrize("stopped", [1, 5])
 def test_a_resumed_run_ends_as_if_it_had_not_stopped(tmp_path, options, stopped):
     X = data(6000)
-    options = {"iterations": 18, **options}
-    whole = fit(X, D, K, **options)
+    options = {"max_iter": 18, **options}
+    whole = fit(X, D, codewords=K, **options)
     passes = []
 
     def interrupt(progress):
@@ -109,8 +109,8 @@ def test_a_resumed_run_ends_as_if_it_had_not_stopped(tmp_path, options, stopped)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(X, D, K, callback=interrupt, **options)
-    resumed = fit(X, D, K, resume=Progress.load(tmp_path / "half.safetensors"), **options)
+        fit(X, D, codewords=K, callback=interrupt, **options)
+    resumed = fit(X, D, codewords=K, resume=Progress.load(tmp_path / "half.safetensors"), **options)
     assert same(resumed, whole)
 
 
@@ -159,9 +159,9 @@ def test_a_file_is_never_read_whole(monkeypatch):
     x = np.random.default_rng(0).standard_normal((1000, 8)).astype(np.float32)
     for init in ("identity", "eigen", "auto"):
         file = Reader(x)
-        q = givens.fit(file, 2, 16, sample=None, grow=False, init=init, iterations=3)
+        q = givens.fit(file, 2, codewords=16, sample=None, grow=False, init=init, max_iter=3)
         assert file.most == 100
-        again = givens.fit(x, 2, 16, sample=None, grow=False, init=init, iterations=3)
+        again = givens.fit(x, 2, codewords=16, sample=None, grow=False, init=init, max_iter=3)
         assert q.distortion(x) == pytest.approx(again.distortion(x), rel=1e-5)
 
 
@@ -171,7 +171,7 @@ def test_streaming_gives_what_memory_gives(tmp_path):
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     held = quick(torch.from_numpy(X), coarse=4)
     assert same(quick(mapped, coarse=4), held)
-    assert same(quick(mapped, coarse=4, sample=None), held)
+    assert same(quick(mapped, coarse=4, sample=0), held)
 
 
 def test_bytes_are_read_as_numbers():
@@ -189,7 +189,7 @@ def test_a_sample_is_drawn_by_the_seed():
 
 def test_the_sample_grows():
     told = []
-    fit(data(20_000), D, K, tolerance=-1.0, iterations=12, callback=told.append)
+    fit(data(20_000), D, codewords=K, tol=-1.0, max_iter=12, callback=told.append)
     assert [p.vectors for p in told][-1] == 20_000
     assert {p.vectors for p in told} == {1250, 5000, 20_000}
     assert told[-1].iteration == told[-1].iterations == 12
@@ -256,7 +256,7 @@ BAD = [
         {"init": -torch.eye(n).index_fill(0, torch.tensor(0), 0) + torch.eye(n)[0].diag()},
         "determinant",
     ),
-    (data(), {"iterations": 0}, "iterations must be at least 1"),
+    (data(), {"max_iter": 0}, "max_iter must be at least 1"),
     (data(), {"steps": 0}, "steps must be at least 1"),
     (data(), {"rate": -1.0}, "rate must be finite, above 0, but got rate=-1.0"),
     (data(), {"rate": 1.0, "method": "opq"}, "rate goes with cayley, gcd and overlapping methods"),
@@ -271,13 +271,35 @@ def test_bad_input(unchecked, x, options, message):
 
 def test_a_quantizer_of_another_shape_is_no_start():
     with pytest.raises(ValueError, match=r"init must have codebooks of shape \(4, 8, 4\)"):
-        fit(data(), D, 8, init=quick(data()))
+        fit(data(), D, codewords=8, init=quick(data()))
 
 
 def test_plain_pq_in_a_given_frame():
     """R stays as it was given, and the codebooks are of the vectors that it turns."""
     x, R = torch.randn(600, 8) * torch.linspace(3, 0.2, 8), givens.random_rotation(8, 5)
-    q = givens.fit(x, 2, 16, method="pq", init=R)
+    q = givens.fit(x, 2, codewords=16, method="pq", init=R)
     assert torch.equal(q.rotation, R)
-    turned = givens.fit(x @ R, 2, 16, method="pq", init="identity")
+    turned = givens.fit(x @ R, 2, codewords=16, method="pq", init="identity")
     assert q.distortion(x) == pytest.approx(turned.distortion(x @ R), rel=1e-3)
+
+
+def test_old_calls_work_and_name_the_new_one():
+    """Codewords by position, iterations and tolerance."""
+    x = data()
+    new = fit(x, D, codewords=8, coarse=2, max_iter=2, tol=0.5)
+    with pytest.warns(DeprecationWarning, match="call fit with codewords=8, coarse=2, max_iter=2:"):
+        old = fit(x, D, 8, 2, iterations=2, tol=0.5)
+    with pytest.warns(DeprecationWarning, match="call fit with tol=0.5: it takes keywords by"):
+        again = fit(x, D, codewords=8, coarse=2, max_iter=2, tolerance=0.5)
+    assert old.fingerprint == again.fingerprint == new.fingerprint
+    refused = pytest.raises(TypeError, match="positional argument")
+    with pytest.warns(DeprecationWarning, match="codewords=8, coarse=2"), refused:
+        fit(x, D, 8, 2, "opq")
+
+
+def test_all_vectors_are_looked_at():
+    x = data()
+    whole = quick(x, sample=len(x))
+    assert same(quick(x, sample=0), whole)
+    assert same(quick(x, sample=None), whole)
+    assert not same(quick(x, sample=500), whole)

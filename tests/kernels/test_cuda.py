@@ -75,9 +75,9 @@ def test_fused_equals_reference(n, pairing, options, stack, monkeypatch):
         follow(fused, n, monkeypatch)
     for G in gradients(W, 20):
         W.grad, V.grad = G, G.double()
-        with givens.kernels.use("triton"):
+        with givens.backend("triton"):
             fused.step()
-        with givens.kernels.use("reference"):
+        with givens.backend("reference"):
             slow.step()
     assert int(fused.state[W]["step"]) == 20
     assert givens.orthogonality_error(W) < 1e-5
@@ -95,7 +95,7 @@ def test_wide_steps_equal_reference(n, monkeypatch):
         for G in gradients(W, 3):
             W.grad, V.grad = G, G.double()
             fused.step()
-            with givens.kernels.use("reference"):
+            with givens.backend("reference"):
                 slow.step()
         assert float((W.detach() - V.detach()).abs().max()) < 1e-4
 
@@ -300,7 +300,7 @@ def test_weight_of_the_chosen_planes(n, turns):
     W = parameter(n)
     turn = optimizer(W, turns=turns)
     W.grad = gradients(W, 1)[0] * torch.rand(n, n, device="cuda").pow(4)
-    with givens.kernels.use("triton"):
+    with givens.backend("triton"):
         turn.step()
     planes = next(w for w in turn._workspaces.values() if hasattr(w, "partners"))
     partners = planes.partners[0].long()
@@ -313,7 +313,7 @@ def test_weight_of_the_chosen_planes(n, turns):
     weights = moments.triu(1).abs() / moments.tril(-1).T.where(moments.triu(1) != 0, 1.0)
     weights = (weights + weights.T).float()
     found = weights.flatten()[codes].sum()
-    with givens.kernels.use("reference"):
+    with givens.backend("reference"):
         best = greedy_partners(weights, turns)
     expected = weights.gather(0, best).sum() / 2
     assert float(found) >= 0.9 * float(expected)
@@ -439,12 +439,12 @@ def test_memory_beside_matrix_gradient_and_state(pairing, matrices):
 )
 def test_nearest_codewords(N, D, K, w):
     """The twice-the-reference rule, on distances: no codeword is farther than float32 can tell."""
-    from givens.kernels.gpu.nearest import nearest
+    from givens.kernels.gpu.nearest import assign
 
     generator = torch.Generator(device="cuda").manual_seed(0)
     X = torch.randn(N, D * w, generator=generator, device="cuda") + 3
     C = torch.randn(D, K, w, generator=generator, device="cuda") + 3
-    codes, squared = nearest(X, C)
+    codes, squared = assign(X, C)
     assert codes.dtype == (torch.uint8 if K <= 256 else torch.int64)
     distances = torch.cdist(X.double().view(N, D, w).transpose(0, 1), C.double()).square()
     found = distances.gather(2, codes.T.long()[:, :, None])[..., 0]
@@ -457,22 +457,22 @@ def test_fit_by_recorded_turns_and_by_torch():
     generator = torch.Generator(device="cuda").manual_seed(0)
     x = torch.randn(4000, 32, generator=generator, device="cuda")
     x *= torch.linspace(2, 0.2, 32, device="cuda")
-    how = {"iterations": 6, "sample": None, "init": "identity"}
-    recorded = givens.fit(x, 8, 16, **how).distortion(x)
-    with givens.kernels.use("reference"):
-        plain = givens.fit(x, 8, 16, **how).distortion(x)
+    how = {"max_iter": 6, "sample": None, "init": "identity"}
+    recorded = givens.fit(x, 8, codewords=16, **how).distortion(x)
+    with givens.backend("reference"):
+        plain = givens.fit(x, 8, codewords=16, **how).distortion(x)
     assert recorded == pytest.approx(plain, rel=0.02)
 
 
 def test_quantizing_is_the_nearest_codeword_and_what_follows():
-    from givens.kernels.gpu.nearest import nearest, quantize
+    from givens.kernels.gpu.nearest import assign, quantize
 
     N, D, K, w = 3000, 4, 256, 8
     X, C = torch.randn(N, D * w, device="cuda"), torch.randn(D, K, w, device="cuda")
     X[5, 3], X[7, 9] = float("nan"), float("inf")
     usage = torch.ones(D, K, device="cuda")
     codes, at, words, errors, distortion = quantize(X, C, usage, 0.25)
-    assert torch.equal(codes, nearest(X, C)[0])
+    assert torch.equal(codes, assign(X, C)[0])
     assert torch.equal(at.view(N, D), codes.int() + K * torch.arange(D, device="cuda").int())
     expected = C.flatten(0, 1)[at].view(N, D * w).where(X.isfinite(), float("nan"))
     assert torch.equal(words.nan_to_num(7), expected.nan_to_num(7))
@@ -486,7 +486,7 @@ def test_quantizing_is_the_nearest_codeword_and_what_follows():
 
 
 def test_equal_codewords_give_the_first():
-    from givens.kernels.gpu.nearest import nearest
+    from givens.kernels.gpu.nearest import assign
 
     X, C = torch.randn(100, 32, device="cuda"), torch.randn(4, 5, 8, device="cuda")
-    assert int(nearest(X, torch.cat([C, C, C], dim=1))[0].max()) < 5
+    assert int(assign(X, torch.cat([C, C, C], dim=1))[0].max()) < 5

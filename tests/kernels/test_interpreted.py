@@ -21,9 +21,8 @@ from givens import optim
 from givens import pairing as pairings
 from givens.layer import straight_through
 from givens.kernels.gpu import grid, matching, nearest, planes, straight, turning
-from givens import steps as steps_of
-from givens.steps import gpu
-from givens.steps.options import options_for
+from givens.kernels.gpu import step as gpu
+from givens.options import options_for
 
 # Small enough that the rounds of the whole grid run too, and not only the last in registers.
 # Words of few bits: a draw seldom falls outside, and the interpreter is slow.
@@ -60,7 +59,7 @@ for n in (2, 5, 8, 17):
 
 X, C = torch.randn(70, 3, 5), torch.randn(3, 9, 5)
 C[:, 4] = C[:, 2]
-codes, distances = nearest.nearest(X.flatten(1), C)
+codes, distances = nearest.assign(X.flatten(1), C)
 assert codes.dtype == torch.uint8
 least, expected = (X[:, :, None] - C).square().sum(-1).min(-1)
 assert torch.equal(codes.long(), expected)
@@ -81,26 +80,27 @@ assert torch.equal(usage, 1 + 0.5 * counts)
 straight.BLOCK = 64
 V = torch.randn(70, 15)
 V[3], V[5, 1] = 0, float("nan")
-for found, wanted in zip(straight.normalised(V, 1e-12), straight_through.normalised(V)):
+for found, wanted in zip(straight.normalise(V), straight_through.normalise_exactly(V)):
     torch.testing.assert_close(found, wanted, equal_nan=True)
 V, g, gd = torch.randn(70, 15), torch.randn(15, 70).T, torch.tensor(0.7)
 for normalise in (False, True):
-    x, length = straight_through.normalised(V) if normalise else (V, None)
+    x, length = straight_through.normalise_exactly(V) if normalise else (V, None)
     W = givens.random_rotation(15)
     _, at, q, error, distortion = nearest.quantize(x @ W.T, C)
     torch.testing.assert_close(distortion, error.square().sum(1).mean())
     kept = straight_through.Kept(x, length, W, q, error, at, None)
     for to_v, to_W in ((True, True), (True, False), (False, True)):
         how = (g, gd, kept, C.shape, None, (to_v, to_W, True, False))
-        found = straight_through._launched_gradients(*how)
-        for mine, wanted in zip(found, straight_through._gradients(*how)):
+        found = straight.find_gradients(*how)
+        for mine, wanted in zip(found, straight_through.find_gradients_in_order(*how)):
             torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
 # And the layer, as it calls all of these on a device.
 layer = givens.IndexLayer(15, 3, 9, metric="cosine")
 layer.warm_start(V, 2)
 usage, steps = layer.usage.clone(), []
-for on_device in (lambda x: False, lambda x: True):
-    givens.kernels.on_device = on_device
+choose = givens.kernels.choose
+for backend in ("reference", "triton"):
+    givens.kernels.choose = lambda W: backend
     layer.usage.copy_(usage)
     layer.zero_grad()
     v = V.clone().requires_grad_()
@@ -112,8 +112,10 @@ assert torch.equal(steps[0][1].fine, steps[1][1].fine)
 for mine, wanted in zip(steps[1][2:], steps[0][2:]):
     torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
 torch.testing.assert_close(steps[1][0], steps[0][0])
+givens.kernels.choose = choose
 
 # Whole steps, as the optimizer calls them on a device.
+choose_partners = optim.choose_partners
 for n, stack, held, plain, options in (
     (5, 1, 0, 0, {"pairing": "random", "adapt": None}),
     (6, 2, 0, 0, {"pairing": "random"}),
@@ -147,7 +149,7 @@ for n, stack, held, plain, options in (
     taken = lambda D, _: next(
         space.partners.long() for space in workspaces.values() if hasattr(space, "partners")
     )
-    optim.choose_partners = taken if n > 1 else steps_of.choose_partners
+    optim.choose_partners = taken if n > 1 else choose_partners
     for number in range(3):
         G = torch.randn(stack, n, n)
         for bad in (True, False):
@@ -163,7 +165,7 @@ for n, stack, held, plain, options in (
         if how.by_plane and not how.all_planes and how.turns > 1:
             check_choice(taken(None, None), how)
         V.grad = G
-        with givens.kernels.use("reference"):
+        with givens.backend("reference"):
             oracle.step()
     assert n == 1 or (int(state["step"]) == 3 and int(state["skipped"]) == 3)
     torch.testing.assert_close(W.detach(), V.detach(), rtol=2e-5, atol=2e-5)

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-grid = pytest.importorskip("givens.kernels.gpu.grid")
+start = pytest.importorskip("givens.kernels.gpu.launch")
 jit = pytest.importorskip("triton.runtime.jit")
 compiler = pytest.importorskip("triton.compiler.compiler")
 
@@ -48,12 +48,12 @@ class Compiled:
 @pytest.fixture(autouse=True)
 def one_stream(monkeypatch):
     active = types.SimpleNamespace(get_current_stream=lambda device: STREAM)
-    monkeypatch.setattr(grid, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(start, "driver", types.SimpleNamespace(active=active))
 
 
 def launch(kernel, x, size, factor=0.5, cells=(3,), **options):
     options = {"COUNTED": True, "WIDE": 64, "num_warps": 4, **options}
-    grid.launch(kernel, cells, torch.device("cpu"), x, size, factor, **options)
+    start.launch(kernel, cells, torch.device("cpu"), x, size, factor, **options)
 
 
 def test_a_kernel_is_looked_for_once():
@@ -92,6 +92,27 @@ def test_what_is_compiled_for_is_looked_for_anew(change):
     assert [number for number, *_ in kernel.ran] == [1, 2]
 
 
+@pytest.mark.parametrize("version", ["3.2.0", "3.10.0", "4.0.0"])
+def test_an_unknown_triton_is_called_in_public(monkeypatch, version):
+    """Every time, with the same arguments and options; nothing private of it is used."""
+    monkeypatch.setattr(start.triton, "__version__", version)
+    monkeypatch.setattr(start, "driver", None)
+    kernel, x = Kernel(), torch.zeros(64)
+    for _ in range(3):
+        launch(kernel, x, 32)
+    options = {"COUNTED": True, "WIDE": 64, "num_warps": 4}
+    assert kernel.asked == 3 * [((3,), (x, 32, 0.5), options)]
+    assert kernel.ran == []
+
+
+def test_which_versions_are_known():
+    known = ["3.3.0", "3.4.1", "3.9.0", "3.9.0+git1234"]
+    assert [start.is_verified(version) for version in known] == 4 * [True]
+    assert not any(map(start.is_verified, ("2.3.1", "3.2.0", "3.10.0", "4.3.0")))
+    # With this one the tests of this file have compared them.
+    assert start.is_verified(start.triton.__version__)
+
+
 def test_a_kernel_starts_where_its_arguments_are(monkeypatch):
     current, seen = [0], []
 
@@ -109,7 +130,7 @@ def test_a_kernel_starts_where_its_arguments_are(monkeypatch):
     monkeypatch.setattr(Compiled, "run", lambda *_: seen.append(current[0]))
     kernel = Kernel()
     for device in ("cuda:1", "cuda:0", "cuda:1", "cuda:0", "cuda:1"):
-        grid.launch(kernel, (3,), torch.device(device), 7, 0.5, 1, COUNTED=True, WIDE=64)
+        start.launch(kernel, (3,), torch.device(device), 7, 0.5, 1, COUNTED=True, WIDE=64)
     assert (seen, current) == ([1, 0, 1], [0])
 
 
@@ -135,7 +156,7 @@ def test_kinds_are_those_of_triton():
     ]
     arguments += [None, 2**31 - 16, 2**31 + 16]
     for pair in itertools.combinations(arguments, 2):
-        if grid._kind(pair[0]) == grid._kind(pair[1]):
+        if start._kind(pair[0]) == start._kind(pair[1]):
             told = [jit.native_specialize_impl(jit.BaseBackend, a, False, True, True) for a in pair]
             assert told[0] == told[1], pair
 

@@ -119,7 +119,7 @@ def test_warm_starts():
     for method in ("pq", "opq", "gcd-greedy"):
         layer = givens.IndexLayer(n, D, K)
         layer.warm_start(x, 30, method=method)
-        fitted = givens.fit(x, D, K, method=method, iterations=30, sample=None)
+        fitted = givens.fit(x, D, codewords=K, method=method, max_iter=30, sample=None)
         assert layer.quantizer.fingerprint == fitted.fingerprint
         errors[method] = layer(x).distortion.item()
     assert torch.equal(givens.IndexLayer(n).rotation.matrix, torch.eye(n))
@@ -225,7 +225,8 @@ def test_usage_is_a_moving_average():
 def test_moving_averages_are_the_formula():
     """N ← γN + (1 − γ)·counts, S ← γS + (1 − γ)·sums, codeword = S/N; and no gradient."""
     layer = make(3, update="ema", decay=0.8)
-    assert layer.index_parameters() == [layer.coarse]
+    assert layer.codebook_parameters() == [layer.coarse]
+    assert layer.index_parameters() == layer.codebook_parameters()
     C = layer.codebooks.detach().double()
     count = torch.full((D, K), 1 / K, dtype=torch.float64)
     total = C * count[..., None]

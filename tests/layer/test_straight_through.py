@@ -6,7 +6,7 @@ from torch.nn import functional
 
 import givens
 from givens.kmeans import mean_square
-from givens.layer.straight_through import StraightThrough, normalised
+from givens.layer.straight_through import StraightThrough, normalise_exactly
 
 m, n, D, K, L = 9, 12, 3, 5, 4
 
@@ -37,7 +37,7 @@ def plain(found, at, lists, unit=False):
 
 def ours(found, at, lists, unit=False):
     v, W = found["x"], found["W"]
-    x, length = normalised(v.detach()) if unit else (None, None)
+    x, length = normalise_exactly(v.detach()) if unit else (None, None)
     R = W.detach().mT.contiguous()
     coarse = found.get("coarse")
     residual = (v.detach() if x is None else x) @ R
@@ -74,7 +74,7 @@ def test_it_is_the_definition(weights, coarse, unit):
 def test_unit_vectors_are_those_of_torch():
     v = torch.randn(50, 7) * torch.logspace(-20, 18, 50)[:, None]
     v[3] = 0
-    assert torch.equal(normalised(v)[0], functional.normalize(v))
+    assert torch.equal(normalise_exactly(v)[0], functional.normalize(v))
 
 
 @pytest.mark.parametrize("name", ["x", "W", "codebooks", "coarse"])

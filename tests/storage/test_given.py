@@ -59,8 +59,8 @@ def test_every_form_is_the_same_vectors(form):
 @pytest.mark.parametrize("form", ["lists", "arrow chunks", "pandas column", "polars lists"])
 def test_they_are_fitted_encoded_and_indexed(form):
     x = FORMS[form]
-    q = givens.fit(x, 3, 8, method="pq")
-    assert q.fingerprint == givens.fit(ROWS, 3, 8, method="pq").fingerprint
+    q = givens.fit(x, 3, codewords=8, method="pq")
+    assert q.fingerprint == givens.fit(ROWS, 3, codewords=8, method="pq").fingerprint
     assert torch.equal(q.encode(x).fine, q.encode(ROWS).fine)
     assert q.distortion(x) == q.distortion(ROWS)
     index = to_faiss(q, x)
@@ -70,7 +70,7 @@ def test_they_are_fitted_encoded_and_indexed(form):
 @pytest.mark.parametrize("kind", [str, lambda path: path])
 def test_the_path_of_a_file(tmp_path, kind):
     np.save(tmp_path / "x.npy", ROWS)
-    q = givens.fit(kind(tmp_path / "x.npy"), 3, 4, method="pq")
+    q = givens.fit(kind(tmp_path / "x.npy"), 3, codewords=4, method="pq")
     assert torch.equal(q.encode(kind(tmp_path / "x.npy")).fine, q.encode(ROWS).fine)
     assert to_faiss(q, kind(tmp_path / "x.npy")).ntotal == 40
 
@@ -99,7 +99,7 @@ def test_arrays_and_tensors_stay_where_they_are(tmp_path):
 )
 def test_anything_else_is_refused_by_what_is_taken(x, got):
     with pytest.raises(TypeError, match="x must be a tensor, an array, lists of numbers") as caught:
-        givens.fit(x, 1, 2)
+        givens.fit(x, 1, codewords=2)
     assert str(caught.value).endswith(got)
 
 
@@ -121,4 +121,4 @@ def test_anything_else_is_refused_by_what_is_taken(x, got):
 )
 def test_what_is_no_table_is_refused(x, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        givens.fit(x, 1, 2)
+        givens.fit(x, 1, codewords=2)

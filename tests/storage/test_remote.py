@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from givens.storage import vectors
-from givens.storage.remote import listed, stamp
+from givens.storage.remote import list_files, stamp
 
 N, n = 1000, 12
 
@@ -44,7 +44,7 @@ def test_a_folder_is_its_files(store):
     x, roots = store
     for root in roots:
         fsspec.core.url_to_fs(root)[0].rm(f"{root}/c.parquet")
-        names = [address.rpartition("/")[2] for address in listed(root)]
+        names = [address.rpartition("/")[2] for address in list_files(root)]
         assert names == ["a.npy", "b.fvecs"]
         assert np.array_equal(vectors.read(root)[N - 5 : N + 5], np.vstack([x[-5:], x[:5]]))
 

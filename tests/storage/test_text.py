@@ -71,7 +71,7 @@ def test_files_one_after_another_keep_their_names(tmp_path):
     assert vectors.names_of(mixed) is None
     # In a folder, text may be anything.
     (tmp_path / "README.txt").write_text("not vectors")
-    assert vectors.listed(tmp_path) == [str(tmp_path / "c.npy")]
+    assert vectors.list_files(tmp_path) == [str(tmp_path / "c.npy")]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,9 @@ def build(
         ids="positions" if ids is None else ids,
     )
     if engine == "local" and not shards:
-        x = vectors.join([file for source in sources for file in vectors.listed(source)], "train")
+        x = vectors.join(
+            [file for source in sources for file in vectors.list_files(source)], "train"
+        )
         out.check_outputs({"--output": output}, [quantizer, *sources, *read])
         with out.progress("encoding") as bar:
             bar.start(len(x))

@@ -71,7 +71,7 @@ def _index(path: Path) -> dict[str, Any]:
     rows |= _parts(from_faiss(index)) if is_quantized(index) else {"quantizer": "none"}
     if stored.record is not None:
         belongs = stored.record.get("fingerprint") == rows.get("fingerprint")
-        beside = MANIFEST if path.is_dir() else f"{path.name}.json"
+        beside = MANIFEST if path.is_dir() else files.record_path(path).name
         rows["record"] = beside + ("" if belongs else ", of another quantizer")
         rows |= {
             name: stored.record[name]

@@ -252,7 +252,7 @@ def _read_with(source: str | Path) -> Iterator[Path]:
 
 def beside(path: Path) -> Path:
     """Where the record of a file is."""
-    return path.with_name(path.name + ".json")
+    return files.record_path(path)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def train(
     start: Annotated[
         str, typer.Option(help=f"Where R starts: {', '.join(get_args(Start))}.")
     ] = "opq",
-    exact: Annotated[bool, typer.Option(help="Whether gcd-steepest is exactly that.")] = False,
+    exact: Annotated[bool, typer.Option(help="Whether gcd-steepest is exactly that.")] = True,
     dim: Annotated[int | None, typer.Option(help="Of the embeddings; 512, or 64 built-in.")] = None,
     subspaces: Annotated[
         int | None, typer.Option(help="Bytes of a code; 32, or 8 built-in.")

@@ -250,7 +250,7 @@ def _fitted(
         table = torch.from_numpy(_pad(dim, wide, x))
         by = ranked_by(metric)
         q: Quantizer = givens.fit(
-            table, subspaces, codewords, coarse, metric=by, seed=seed, sample=None
+            table, subspaces, codewords=codewords, coarse=coarse, metric=by, seed=seed, sample=0
         )
         return _behind(dim, wide, to_faiss(q, kind=kind))
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import givens
+from givens.checks import check_finite
 from givens.compare.methods import (
     ID_BYTES,
     METHODS,
@@ -163,7 +164,8 @@ def compare(
     done = {(row["method"], row["index"]) for row in before}
     with _threads(options.threads):
         # Compiled before it is timed.
-        givens.fit(torch.randn(512, 8, generator=torch.Generator().manual_seed(0)), 2, 16)
+        small = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
+        givens.fit(small, 2, codewords=16)
         tell(0, len(asked), "exact neighbours")
         metric = ranked_by(options.metric)
         truth = ground_truth(data.base, data.queries, K, metric).numpy()
@@ -305,10 +307,7 @@ def _before(path: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
 def _rows(x: Any, index: Any, metric: Metric) -> Table:
     """Some of the vectors, finite and as they are compared."""
     part = rows_of(x, torch.from_numpy(np.sort(index)))
-    good = part.isfinite().all(1)
-    if not good.all():
-        row = int(np.sort(index)[int((~good).nonzero()[0])])
-        raise ValueError(f"vectors must be finite, but row {row} has NaN or infinite values")
+    check_finite("vectors", part, rows=np.sort(index))
     if metric == "cosine":
         part = torch.nn.functional.normalize(part)
     table: Table = part.cpu().numpy()

@@ -66,7 +66,7 @@ def to_diskann(
     if N is not None:
         with files.replacing(codes) as temporary, temporary.open("wb") as file:
             _begin(file, N, q.subspaces)
-            for part in chunks(vectors, BUFFER // q.dim, q.rotation.device):
+            for part in chunks(vectors, BUFFER // q.dim, q.device):
                 file.write(q.encode(part).fine.cpu().numpy().tobytes())
                 if progress is not None:
                     progress(len(part))

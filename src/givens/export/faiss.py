@@ -61,7 +61,7 @@ __all__ = [
     "is_quantized",
     "load_index",
     "metric_of",
-    "packed",
+    "pack_codes",
     "recording",
     "replace_parts",
     "save_index",
@@ -172,8 +172,8 @@ def _add_codes(index: Any, core: Any, q: Quantizer, source: Source) -> None:
     """
     core.codes.resize(len(source.vectors) * core.code_size)
     core.codes.resize(0)
-    for part, _ in source.slices(device=q.rotation.device):
-        core.add_sa_codes(packed(q.encode_rotated(q.rotate(part)).fine, core.pq.nbits))
+    for part, _ in source.slices(device=q.device):
+        core.add_sa_codes(pack_codes(q.encode_rotated(q.rotate(part)).fine, core.pq.nbits))
     if source.ids is not None:
         faiss.copy_array_to_vector(source.ids, index.id_map)
         index.construct_rev_map()
@@ -181,7 +181,7 @@ def _add_codes(index: Any, core: Any, q: Quantizer, source: Source) -> None:
     index.ntotal = core.ntotal
 
 
-def packed(fine: Tensor, nbits: int) -> npt.NDArray[np.uint8]:
+def pack_codes(fine: Tensor, nbits: int) -> npt.NDArray[np.uint8]:
     """Codes (N, D) as Faiss keeps them, (N, bytes)."""
     codes = fine.cpu().numpy()
     return codes if nbits == 8 else faiss.pack_bitstrings(codes.astype(np.int32), nbits)
@@ -189,7 +189,7 @@ def packed(fine: Tensor, nbits: int) -> npt.NDArray[np.uint8]:
 
 def _add_to_lists(core: Any, q: Quantizer, source: Source) -> None:
     """Two passes: the first says how long each list will be, the second fills it."""
-    device, lists = q.rotation.device, faiss.downcast_InvertedLists(core.invlists)
+    device, lists = q.device, faiss.downcast_InvertedLists(core.invlists)
     counts = np.zeros(core.nlist, np.int64)
     with _scratch() as assigned:
         for part, _ in source.slices(0.5):

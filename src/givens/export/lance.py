@@ -118,7 +118,7 @@ def query(
             f"but got {q.fingerprint}"
         )
     check_table("queries", queries, q.dim)
-    asked = torch.as_tensor(queries, dtype=torch.float32, device=q.rotation.device)
+    asked = torch.as_tensor(queries, dtype=torch.float32, device=q.device)
     check_lengths("queries", asked, q.metric)
     asked = q.rotate(asked)
     found = []
@@ -147,7 +147,7 @@ def _batches(
 ) -> Iterator[pa.RecordBatch]:
     at = 0
     for part, names in source.slices():
-        Y = q.rotate(part.to(q.rotation.device)).cpu().numpy()
+        Y = q.rotate(part.to(q.device)).cpu().numpy()
         flat = pa.FixedSizeListArray.from_arrays(pa.array(Y.reshape(-1)), q.dim)
         rest = columns.slice(at, len(part)).combine_chunks()
         values = [chunked.combine_chunks() for chunked in rest.columns]

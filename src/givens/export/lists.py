@@ -48,7 +48,7 @@ class Lists:
         if (last[1] - last[0], count) != ((code_size + ID) * count, total(self.sizes, count)):
             raise ValueError(f"{path} is damaged: its lists do not have {count} vectors")
 
-    def mapped(self) -> Any:
+    def map(self) -> Any:
         """The lists for Faiss, read where they are."""
         lists: Any = faiss.OnDiskInvertedLists()
         lists.nlist, lists.code_size = len(self.sizes), self.code_size

@@ -70,7 +70,7 @@ def from_faiss(index: Any) -> Quantizer:
     """
     if not index.is_trained:
         raise ValueError("index must be trained, but is not")
-    A, normalised, core = _unwrapped(index)
+    A, normalised, core = _unwrap(index)
     pq, nlist = core.pq, getattr(core, "nlist", 0)
     if nlist and not core.by_residual:
         raise ValueError("index must encode residuals, but its by_residual is off")
@@ -164,7 +164,7 @@ def _inside(index: Any) -> Any:
     return index.storage if isinstance(index, faiss.IndexHNSWPQ) else None
 
 
-def _unwrapped(index: Any) -> tuple[npt.NDArray[np.float32], bool, Any]:
+def _unwrap(index: Any) -> tuple[npt.NDArray[np.float32], bool, Any]:
     """The product A of an index's transforms, whether it normalises, and what they are around."""
     A, normalised, first = np.eye(index.d, dtype=np.float32), False, True
     inside = index

@@ -53,7 +53,7 @@ def encode_on_ray(
     cores = os.cpu_count() or 1
     if address is None and not ray.is_initialized() and (workers or 0) > cores:
         raise ValueError(f"workers must be at most {cores}, the cores here, but got {workers}")
-    with _connected(address, workers):
+    with _connect(address, workers):
         at_once = workers or int(ray.cluster_resources().get("CPU", 1))
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(encode)
         shared = ray.put(q.to("cpu"))
@@ -80,7 +80,7 @@ def encode_on_ray(
 
 
 @contextlib.contextmanager
-def _connected(address: str | None, workers: int | None) -> Iterator[None]:
+def _connect(address: str | None, workers: int | None) -> Iterator[None]:
     """Ray as the caller has it, at the address, or started for the while."""
     if ray.is_initialized():
         yield

@@ -11,7 +11,7 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from givens.export.faiss import from_faiss, packed, replace_parts
+from givens.export.faiss import from_faiss, pack_codes, replace_parts
 from givens.quantizer import Codes, Quantizer
 
 Integers = npt.NDArray[np.int64]
@@ -45,11 +45,11 @@ def refresh(
         ids: (N,) of the items; their positions unless given.
     """
     core = _checked_core(index, q)
-    held = _held(index, core)
+    held = _read_codes(index, core)
     old = from_faiss(index).fingerprint
     names = np.arange(len(vectors)) if ids is None else np.asarray(ids)
     rows = _rows(names, held.ids, len(vectors), whole=old != q.fingerprint)
-    fresh = _packed(q.encode(vectors), held.ids[rows], core)
+    fresh = _pack(q.encode(vectors), held.ids[rows], core)
     before = held[rows]
     differ = (fresh.packed != before.packed).any(1) | (fresh.lists != before.lists)
     changed = np.flatnonzero(differ)
@@ -63,7 +63,7 @@ def refresh(
     return fresh[changed].ids
 
 
-def _held(index: Any, core: Any) -> Held:
+def _read_codes(index: Any, core: Any) -> Held:
     if not hasattr(core, "nlist"):
         packed = faiss.vector_to_array(core.codes).reshape(core.ntotal, core.code_size)
         outer: Any = faiss.downcast_index(index)
@@ -83,9 +83,9 @@ def _held(index: Any, core: Any) -> Held:
     return Held(ids, packed, np.repeat(np.arange(core.nlist), sizes))
 
 
-def _packed(codes: Codes, ids: Integers, core: Any) -> Held:
+def _pack(codes: Codes, ids: Integers, core: Any) -> Held:
     lists = np.zeros(len(ids), np.int64) if codes.coarse is None else codes.coarse.cpu().numpy()
-    return Held(ids, packed(codes.fine, core.pq.nbits), lists)
+    return Held(ids, pack_codes(codes.fine, core.pq.nbits), lists)
 
 
 def _write_to_lists(core: Any, fresh: Held) -> None:

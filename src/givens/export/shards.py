@@ -102,7 +102,7 @@ def plan(sources: Sequence[str], dim: int) -> list[Job]:
     jobs: list[Job] = []
     pieces: list[Piece] = []
     at, held = 0, 0
-    for address in (file for source in sources for file in vectors.listed(source)):
+    for address in (file for source in sources for file in vectors.list_files(source)):
         x = vectors.read(address, "train")
         stamp = vectors.stamp(address)
         if x.shape[1] != dim:
@@ -237,7 +237,7 @@ def load_shards(folder: str | Path) -> Stored:
         opened[lists.job] = lists
     # Any: the stubs of Faiss know only some of its members.
     pointers: Any = getattr(faiss, "InvertedListsPtrVector")()  # noqa: B009
-    mapped = [lists.mapped() for lists in opened.values()]
+    mapped = [lists.map() for lists in opened.values()]
     for part in mapped:
         pointers.push_back(part)
     together = faiss.HStackInvertedLists(len(mapped), pointers.data())
@@ -258,6 +258,7 @@ def merge(
 ) -> None:
     """Write one index of shards, the file that Faiss would have written.
 
+    By hand, for `faiss.contrib.ondisk` writes the lists into a second file beside the index.
     Memory: the quantizer, a buffer and a window of the shards, however many vectors there are.
     """
     index = empty_index(q, table=False)
@@ -281,7 +282,7 @@ def _lists(q: Quantizer, source: Source, ids: Ids) -> tuple[Ids, npt.NDArray[np.
     # Its parts live as long as it does.
     index = empty_index(q, table=False)
     pq = inverted(index).pq
-    N, code, device = len(source.vectors), pq.code_size, q.rotation.device
+    N, code, device = len(source.vectors), pq.code_size, q.device
     numbers, codes, at = np.empty(N, np.int64), np.empty((N, code), np.uint8), 0
     for part, _ in source.slices():
         rows = slice(at, at := at + len(part))

@@ -45,7 +45,7 @@ def recording(path: str | Path, record: Mapping[str, Any]) -> Iterator[Path]:
     The record goes first and keeps the old one until the index is in its place, so that whenever
     the process stops there is an index and a record that belong together.
     """
-    record_path = _record_path(path)
+    record_path = files.record_path(path)
     with files.replacing(path) as temporary:
         yield temporary
         whole = {
@@ -75,7 +75,7 @@ def load_index(path: str | Path, *, mapped: bool = False) -> Stored:
         record = next((one for one in records if one.get("checksum") == checksum), None)
         if record is None:
             raise ValueError(
-                f"{path} is not as {_record_path(path).name} says: it is damaged, or another "
+                f"{path} is not as {files.record_path(path).name} says: it is damaged, or another "
                 "program has changed it; if so, delete the record"
             )
     try:
@@ -98,13 +98,9 @@ def _holds_lists(index: Any, path: str | Path) -> bool:
     return getattr(lists, "filename", "") in ("", str(path))
 
 
-def _record_path(path: str | Path) -> Path:
-    return Path(path).with_name(Path(path).name + ".json")
-
-
 def _records(path: str | Path) -> list[dict[str, Any]]:
     """The records beside an index: one, or more where a writer was stopped between two renames."""
-    beside = _record_path(path)
+    beside = files.record_path(path)
     if not beside.exists():
         return []
     try:

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from givens.checks import (
+    accept_old_calls,
     check_choice,
     check_number,
     check_seed,
@@ -24,14 +25,14 @@ from givens.checks import (
 )
 from givens.fixed import turns
 from givens.fixed.sample import Sample
-from givens.kmeans import Clusters, kmeans, pass_over, updated
+from givens.kmeans import Clusters, kmeans, pass_over, update_centroids
 from givens.quantizer import Metric, Quantizer
 from givens.rotation import check_orthogonal, determinant, full_precision, random_rotation
 from givens.storage import files
 from givens.storage.given import as_vectors
 
-Method = Literal["pq"] | turns.Learned
-METHODS: tuple[str, ...] = ("pq", *get_args(turns.Learned))
+Method = Literal["pq", turns.Learned]
+METHODS: tuple[str, ...] = get_args(Method)
 Init = Literal["auto", "identity", "eigen", "random"]
 KIND = "fit"
 
@@ -80,20 +81,21 @@ class Progress:
         return cls(**parts)
 
 
+@accept_old_calls("codewords", "coarse", iterations="max_iter", tolerance="tol")
 def fit(
     x: Any,
     subspaces: int = 8,
+    *,
     codewords: int = 256,
     coarse: int = 0,
-    *,
     method: Method = "gcd-greedy",
     metric: Metric = "l2",
     init: Init | Tensor | Quantizer = "auto",
     seed: int = 0,
-    iterations: int | None = None,
+    max_iter: int | None = None,
     sample: int | None = SAMPLE,
     grow: bool = True,
-    tolerance: float = TOLERANCE,
+    tol: float = TOLERANCE,
     rate: float | None = None,
     steps: int | None = None,
     callback: Callable[[Progress], None] | None = None,
@@ -120,11 +122,12 @@ def fit(
             rotation, or an earlier quantizer, whose codebooks are the start too. "auto" tries the
             first two.
         seed: of everything that is drawn.
-        iterations: the most passes; it stops where they no longer pay. 48 unless given, 16 where
+        max_iter: the most passes; it stops where they no longer pay. 48 unless given, 16 where
             the sample does not grow.
-        sample: how many vectors to look at, drawn once; None for all, read again in every pass.
+        sample: how many vectors to look at, drawn once; 0 (or None) for all of them, read again in
+            every pass.
         grow: whether early passes look at a part of the sample.
-        tolerance: it stops when a pass lowers the distortion by less than this part; −1 for never.
+        tol: it stops when a pass lowers the distortion by less than this part; −1 for never.
         rate: the paper's λ, for its raw steps with codewords held, which has the square of the
             data's scale in it. Without it the angles are exact, and the codewords follow.
         steps: turns of n/2 planes after a pass; the lesser of n and 8192/n unless given, 5
@@ -136,26 +139,24 @@ def fit(
     """
     x = as_vectors(x)
     _check(x, subspaces, codewords, coarse, sample)
-    _check_choices(method, metric, rate, steps, iterations, tolerance, seed)
+    _check_choices(method, metric, rate, steps, max_iter, tol, seed)
     # Integers of any library, but torch's generators take Python's.
     subspaces, codewords, coarse, seed = map(int, (subspaces, codewords, coarse, seed))
     _check_init(init, subspaces, codewords, x.shape[1])
     _check_resume(resume, (x.shape[1], x.shape[1]), (subspaces, codewords, x.shape[1] // subspaces))
     device = torch.device(device or (x.device if isinstance(x, Tensor) else "cpu"))
     data = Sample(x, device)
-    if sample is not None:
-        data = data.drawn(sample, seed)
+    if sample:
+        data = data.draw(sample, seed)
     with full_precision(device):
         data.check(metric)
         if metric == "cosine":
-            data = data.seen(normalise=True)
+            data = data.transform(normalise=True)
         centroids = None
         if coarse:
             centroids = _coarse(data, coarse, metric, seed, init)
-            data = data.seen(centroids=centroids)
-        run = Run(
-            data, subspaces, codewords, method, seed, rate, steps, iterations, grow, tolerance
-        )
+            data = data.transform(centroids=centroids)
+        run = Run(data, subspaces, codewords, method, seed, rate, steps, max_iter, grow, tol)
         W, C = run.finish(init, callback, resume)
         return Quantizer(W.mT, C, None if centroids is None else centroids @ W.mT, metric)
 
@@ -171,9 +172,9 @@ class Run:
     seed: int
     rate: float | None
     steps: int | None
-    iterations: int | None
+    max_iter: int | None
     grow: bool
-    tolerance: float
+    tol: float
 
     def finish(
         self,
@@ -199,18 +200,18 @@ class Run:
             sample = self.part(size)
             while at < end:
                 error, turned, moved = self.alternate(sample, W, C, at)
-                enough = self.tolerance * (1 if sample is self.data else EARLY)
+                enough = self.tol * (1 if sample is self.data else EARLY)
                 pays = at == begin or error < before * (1 - enough)
                 at, before, W, C = at + 1 if pays else end, error, turned, moved
                 if callback:
                     callback(Progress(at, last, size, error, W.mT.clone(), C.clone()))
         if isinstance(init, str) and init == "auto" and self.method != "pq":
-            return min((W, C), self.plain(), key=self.error)
+            return min((W, C), self.fit_pq(), key=self.error)
         return W, C
 
     def part(self, size: int) -> Sample:
         """So many of the vectors, in memory; all of them stay where they are."""
-        return self.data if size == len(self.data) else self.data.drawn(size, self.seed)
+        return self.data if size == len(self.data) else self.data.draw(size, self.seed)
 
     def stages(self, most: int) -> list[tuple[int, int]]:
         """(vectors, passes) of each size of the sample, the last one all of it."""
@@ -218,7 +219,7 @@ class Run:
         least = max(PER_CODEWORD * self.codewords, PER_AXIS * self.data.dim)
         while self.grow and len(sizes) < most and sizes[0] // GROWTH >= least:
             sizes.insert(0, sizes[0] // GROWTH)
-        total = PASSES * len(sizes) if self.iterations is None else self.iterations
+        total = PASSES * len(sizes) if self.max_iter is None else self.max_iter
         share = total // len(sizes)
         rest = total - share * (len(sizes) - 1)
         return [(size, share) for size in sizes[:-1] if share] + [(sizes[-1], rest)]
@@ -252,7 +253,7 @@ class Run:
 
     def codebooks(self, sample: Sample, W: Tensor) -> Tensor:
         """Sampled vectors to begin with."""
-        X = torch.cat(list(sample.drawn(self.codewords, self.seed).chunks())) @ W.mT
+        X = torch.cat(list(sample.draw(self.codewords, self.seed).chunks())) @ W.mT
         return X.view(self.codewords, self.subspaces, -1).transpose(0, 1).contiguous()
 
     def alternate(
@@ -265,18 +266,18 @@ class Run:
         turned_before = rotates or not torch.equal(W, eye)
         parts = (part @ W.mT if turned_before else part for part in sample.chunks())
         clusters = pass_over(parts, C, whole=rotates)
-        turned = self.turned(clusters, W, at, len(sample)) if rotates else W
+        turned = self.turn(clusters, W, at, len(sample)) if rotates else W
         if rotates:
             # Codewords follow the exact turns, which count on it; raw steps leave them in place.
             follow = W @ turned.mT if self.exact else None
-            clusters = _own(clusters, follow)
-        return float(clusters.error), turned, updated(C, clusters, self.seed + at)
+            clusters = _cut_sums(clusters, follow)
+        return float(clusters.error), turned, update_centroids(C, clusters, self.seed + at)
 
-    def turned(self, clusters: Clusters, W: Tensor, at: int, N: int) -> Tensor:
+    def turn(self, clusters: Clusters, W: Tensor, at: int, N: int) -> Tensor:
         """W after the turns of one iteration."""
         W, Z = W.clone(), turns.roots(clusters)
         if self.rate is None:
-            Z = turns.scaled(Z)
+            Z = turns.scale_to_one(Z)
         if self.exact:
             steps = self.steps or min(len(W), max(EXACT_STEPS // len(W), 8))
             turns.turn_best_(W, Z, self.method, steps=steps, seed=self.seed, step=at * steps)
@@ -296,7 +297,7 @@ class Run:
         """Whether planes are turned by their best angle, the codewords following."""
         return self.rate is None and self.method.startswith(("gcd-", "overlapping-"))
 
-    def plain(self) -> tuple[Tensor, Tensor]:
+    def fit_pq(self) -> tuple[Tensor, Tensor]:
         """What method="pq" gives."""
         return dataclasses.replace(self, method="pq", rate=None, steps=None).finish("identity")
 
@@ -333,7 +334,7 @@ def eigen_allocation(sample: Sample, subspaces: int) -> Float[Tensor, "n n"]:
     return W.to(torch.float32).contiguous()
 
 
-def _own(clusters: Clusters, follow: Tensor | None) -> Clusters:
+def _cut_sums(clusters: Clusters, follow: Tensor | None) -> Clusters:
     """The sums of sub-vectors, from those of whole vectors, turned by Q where it is given."""
     D, _, n = clusters.sums.shape
     eye = torch.eye(n, dtype=torch.float64, device=clusters.sums.device)
@@ -353,7 +354,7 @@ def _coarse(
     start: Any = "sampled"
     if isinstance(init, Quantizer) and init.coarse is not None and len(init.coarse) == coarse:
         start = (init.coarse @ init.rotation.mT)[None].to(data.device)
-    x = data.drawn(max(SAMPLE, 64 * coarse), seed).x
+    x = data.draw(max(SAMPLE, 64 * coarse), seed).x
     if metric != "l2":
         x = torch.nn.functional.normalize(x)
     C = kmeans(x[:, None], coarse, iterations=COARSE_PASSES, seed=seed, start=start)[0]
@@ -369,7 +370,7 @@ def _check(x: Any, subspaces: int, codewords: int, coarse: int, sample: int | No
     check_sizes(int(x.shape[1]), subspaces, codewords, coarse)
     count = int(x.shape[0])
     if sample is not None:
-        count = min(count, check_whole("sample", sample, 1))
+        count = min(count, check_whole("sample", sample, 0) or count)
     for name, centroids in (("codewords", codewords), ("coarse", coarse)):
         if centroids > count:
             raise ValueError(
@@ -383,8 +384,8 @@ def _check_choices(
     metric: str,
     rate: float | None,
     steps: int | None,
-    iterations: int | None,
-    tolerance: float,
+    max_iter: int | None,
+    tol: float,
     seed: int,
 ) -> None:
     check_choice("method", method, METHODS)
@@ -396,10 +397,10 @@ def _check_choices(
                 "rate goes with cayley, gcd and overlapping methods, "
                 f"but got rate={rate} for method={method!r}"
             )
-    for name, number in (("steps", steps), ("iterations", iterations)):
+    for name, number in (("steps", steps), ("max_iter", max_iter)):
         if number is not None:
             check_whole(name, number, 1)
-    check_number("tolerance", tolerance, -1, 1)
+    check_number("tol", tol, -1, 1)
     check_seed(seed)
 
 

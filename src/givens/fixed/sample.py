@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from givens.checks import SHORTEST, check_lengths, check_scale
-from givens.kmeans import SLICE, nearest
+from givens.kmeans import SLICE, assign_lists
 from givens.storage.vectors import as_float, chunks, rows_of
 
 
@@ -42,7 +42,7 @@ class Sample:
         return int(self.x.shape[1])
 
     @property
-    def held(self) -> bool:
+    def in_memory(self) -> bool:
         """Whether they are in memory as they are seen."""
         plain = self.centroids is None and not self.normalise
         return plain and isinstance(self.x, Tensor) and self.x.dtype == torch.float32
@@ -50,25 +50,25 @@ class Sample:
     def chunks(self) -> Iterator[Float[Tensor, "m n"]]:
         """All of them, a slice at a time."""
         for part in chunks(self.x, SLICE // self.dim, self.device):
-            yield self._seen(part)
+            yield self._transform(part)
 
-    def drawn(self, count: int, seed: int) -> "Sample":
+    def draw(self, count: int, seed: int) -> "Sample":
         """So many of them, drawn without replacement, in memory; all of them in their order."""
         if count >= len(self):
-            return Sample(self._seen(as_float(self.x, self.device)), self.device)
+            return Sample(self._transform(as_float(self.x, self.device)), self.device)
         index = np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False))
         rows = rows_of(self.x, torch.from_numpy(index), self.device)
-        sample = Sample(self._seen(rows), self.device)
+        sample = Sample(self._transform(rows), self.device)
         sample.index = index
         return sample
 
-    def seen(
+    def transform(
         self, *, normalise: bool = False, centroids: Float[Tensor, "L n"] | None = None
     ) -> "Sample":
         """The same vectors normalised, or less their centroids; in memory if they are."""
         normalise = normalise or self.normalise
         changed = Sample(self.x, self.device, normalise=normalise, centroids=centroids)
-        return changed.drawn(len(self), 0) if self.held else changed
+        return changed.draw(len(self), 0) if self.in_memory else changed
 
     def check(self, metric: str) -> None:
         """Refuse values that the metric cannot compare."""
@@ -82,9 +82,9 @@ class Sample:
                 longest = max(longest, float(lengths.amax()))
         check_scale("x", longest)
 
-    def _seen(self, part: Tensor) -> Tensor:
+    def _transform(self, part: Tensor) -> Tensor:
         if self.normalise:
             part = torch.nn.functional.normalize(part)
         if self.centroids is not None:
-            part = part - self.centroids[nearest(part, self.centroids[None])[:, 0].long()]
+            part = part - self.centroids[assign_lists(part, self.centroids)]
         return part

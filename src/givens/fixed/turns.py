@@ -18,7 +18,6 @@ Procrustes keep the codewords where they are and use T alone.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 import torch
@@ -26,19 +25,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from givens import kernels, pairing
-from givens.kernels.gpu.replay import Replay
 from givens.kmeans import Clusters
 from givens.rotation import nearest, orthonormalise_rows_, skew_magnitudes, turn_rows_
 
-Learned = Literal[
-    "opq",
-    "cayley",
-    "gcd-random",
-    "gcd-greedy",
-    "gcd-steepest",
-    "overlapping-random",
-    "overlapping-greedy",
-]
+Learned = Literal["opq", "cayley", pairing.Variant]
 
 # The widest matrix for which GCD-S finds the exact matching; beyond, it takes nearly as long as
 # the rest of an iteration, and the matching by belief propagation is as good within a percent.
@@ -61,7 +51,7 @@ def roots(clusters: Clusters) -> Float[Tensor, "n D K"]:
     return scaled.permute(2, 0, 1).float().contiguous()
 
 
-def scaled(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n D K"]:
+def scale_to_one(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n D K"]:
     """Z by the power of two that brings it to 1, for what is the same at any scale of the data.
 
     Gains are of fourth order in Z, and would overflow early.
@@ -77,18 +67,13 @@ def cross_products(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
     return (Z.transpose(0, 1) @ own.permute(2, 1, 0)).transpose(0, 1).reshape(n, n)
 
 
+@kernels.operation
 def root_gains(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
     """√gain of the best turn in each plane, symmetric to the last bit.
 
     A gain is of second order in the angle: its root is what |A_ij| is elsewhere.
     """
     n, D, _ = Z.shape
-    if kernels.choose(Z) == "numba":
-        from givens.kernels.cpu import angles
-
-        roots, scratch = Z.new_empty(n, n), Z.new_empty(n, n)
-        angles.root_gains(Z.numpy(), scratch.numpy(), roots.numpy())
-        return roots
     T = cross_products(Z)
     powers = Z.square().sum(-1).repeat_interleave(n // D, dim=1)
     own = powers.diagonal()
@@ -100,14 +85,9 @@ def root_gains(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
     return (torch.where(alpha > 0, slope, length - alpha) / 2).sqrt()
 
 
+@kernels.operation
 def plane_angles(Z: Float[Tensor, "n D K"], pairs: Int[Tensor, "k 2"]) -> Float[Tensor, " k"]:
     """The best angle in each of the planes, from their axes alone: O(nK)."""
-    if kernels.choose(Z) == "numba":
-        from givens.kernels.cpu import angles
-
-        theta = Z.new_empty(len(pairs))
-        angles.angles(Z.numpy(), pairs.numpy(), theta.numpy())
-        return theta
     n, D, _ = Z.shape
     i, j = pairs.unbind(-1)
     d, e = i // (n // D), j // (n // D)
@@ -152,16 +132,17 @@ def turn_best_(
             turn_rows_(W, planes, theta, disjoint=True)
         return pairs
 
-    again = None
-    if method == "gcd-greedy" and kernels.choose(W) == "triton":
-        # It waits for nothing, and asks for nothing but W and Z, which stay where they are.
-        again = Replay(W.device)
+    # Greedy turns need nothing but W and Z, which stay where they are, and no host synchronisation.
+    turn = record(W, once) if method == "gcd-greedy" else once
     for s in range(step, step + steps):
-        if again is None:
-            once(s)
-        else:
-            again(partial(once, s))
+        turn(s)
         _tidy_(W, seed, s)
+
+
+@kernels.operation
+def record(W: Tensor, once: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """Work on W that is the same at every step, as it may be recorded once and replayed."""
+    return once
 
 
 def turn_raw_(
@@ -199,26 +180,26 @@ def turn_cayley_(
     for _ in range(steps):
         A = 2 * (T - T.mT)
 
-        def turned(tau: float, A: Tensor = A) -> Tensor:
+        def cayley(tau: float, A: Tensor = A) -> Tensor:
             # Rows of T and W turn by Qᵀ.
             Q: Tensor = torch.linalg.solve(eye - 2 * tau * A, eye + 2 * tau * A)
             return Q.mT
 
-        Q = turned(tau)
+        Q = cayley(tau)
         if rate is None:
-            Q, tau = _farthest(turned, T, tau)
+            Q, tau = _search_step(cayley, T, tau)
         T.copy_(Q @ T)
         W.copy_(Q @ W)
     # What rounding does to W in products of n³ is undone by one more.
     W.copy_(W @ (3 * eye - W.mT @ W) / 2)
 
 
-def _farthest(turned: Callable[[float], Tensor], T: Tensor, tau: float) -> tuple[Tensor, float]:
+def _search_step(cayley: Callable[[float], Tensor], T: Tensor, tau: float) -> tuple[Tensor, float]:
     """Double or halve the step while the trace of T gains by it."""
-    best, Q = float((turned(tau) @ T).trace()), turned(tau)
+    best, Q = float((cayley(tau) @ T).trace()), cayley(tau)
     for factor in (2.0, 0.5):
         while True:
-            further = turned(tau * factor)
+            further = cayley(tau * factor)
             trace = float((further @ T).trace())
             if not trace > best:
                 break
@@ -237,9 +218,4 @@ def _tidy_(W: Tensor, seed: int, step: int) -> None:
     """Undo what rounding does to W, on a random pairing, now and then."""
     if step % TIDY_EVERY == 0:
         pairs = pairing.random_pairs(len(W), seed, step=step, stream=kernels.TIDY_STREAM)
-        if kernels.choose(W) == "numba":
-            from givens.kernels.cpu import turning
-
-            turning.orthonormalise_rows(W.numpy(), pairs.numpy())
-        else:
-            orthonormalise_rows_(W, pairs.to(W.device))
+        orthonormalise_rows_(W, pairs.to(W.device))

@@ -1,19 +1,57 @@
 """The one place that decides which code runs a hot loop.
 
-"reference" is the ordinary torch code in the domain modules: it runs anywhere and is the oracle of
-the tests. "numba" is the same loops compiled for a CPU (`kernels.compiled`), "triton" for a GPU
-(`kernels.turning`, `kernels.matching`).
+Every operation has a reference in ordinary torch, which runs anywhere and is the oracle of the
+tests; a twin compiled by numba for a CPU, in Triton for a GPU, or both. The reference is decorated
+with `operation`, a twin is the function of the same name in the module that `OPERATIONS` gives:
+`kernels/cpu` and `kernels/gpu` are mirror images. A twin is imported when it first runs.
 """
 
+import contextlib
 import functools
+import importlib
 import importlib.util
-from types import TracebackType
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 Backend = Literal["reference", "numba", "triton"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Operation(NamedTuple):
+    """The modules of givens that have an operation; None where the reference runs instead."""
+
+    reference: str
+    numba: str | None = None
+    triton: str | None = None
+
+
+OPERATIONS = {
+    "step_": Operation("optim", "kernels.cpu.step", "kernels.gpu.step"),
+    "turn_rows_": Operation("rotation", "kernels.cpu.turning"),
+    "orthonormalise_rows_": Operation("rotation", "kernels.cpu.turning"),
+    "skew_magnitudes": Operation("rotation", "kernels.cpu.matching"),
+    "largest": Operation("rotation", "kernels.cpu.turning"),
+    "draw_pairs": Operation("pairing", "kernels.cpu.turning"),
+    "greedy_partners": Operation("pairing", "kernels.cpu.choosing"),
+    "match_nearly": Operation("pairing", None, "kernels.gpu.matching"),
+    "match_greedily": Operation("pairing", "kernels.cpu.matching"),
+    "bid": Operation("pairing", "kernels.cpu.matching"),
+    "exchange": Operation("pairing", "kernels.cpu.matching"),
+    "assign": Operation("kmeans", "kernels.cpu.nearest", "kernels.gpu.nearest"),
+    "quantize": Operation("kmeans", None, "kernels.gpu.nearest"),
+    "add_up_": Operation("kmeans", "kernels.cpu.nearest"),
+    "root_gains": Operation("fixed.turns", "kernels.cpu.angles"),
+    "plane_angles": Operation("fixed.turns", "kernels.cpu.angles"),
+    "record": Operation("fixed.turns", None, "kernels.gpu.replay"),
+    "normalise": Operation("layer.straight_through", None, "kernels.gpu.straight"),
+    "find_gradients": Operation("layer.straight_through", None, "kernels.gpu.straight"),
+}
 
 # The stream of random pairings, the same in every backend (`pairing.random_pairs`). What numba has
 # compiled and kept on disk does not see a change here: remove __pycache__/*.nbi after one.
@@ -32,60 +70,117 @@ MOST_RATE = 1e20
 # The widest matrix that the Triton kernels take: a matching holds whole rows in registers.
 WIDEST = 16384
 
-_forced: Backend | None = None
+_forced: ContextVar[Backend | None] = ContextVar("givens.backend", default=None)
+_references: dict[str, Callable[..., Any]] = {}
 
 
-class use:  # noqa: N801 — reads as a verb: `kernels.use("reference")`
-    """Run one backend everywhere, or with `with kernels.use(...):` for a while; None chooses again.
+def backend(name: Backend | None) -> contextlib.AbstractContextManager[None]:
+    """Run every operation on one backend inside a `with` block.
 
-    Where the backend cannot run, the call that needs it raises and says why.
+    "reference" is ordinary torch. "numba" and "triton" run the compiled operations, and raise
+    where they cannot run, with the reason; what has no version for that backend runs in torch. None
+    chooses again, by the device and type of each tensor: the default.
+
+    The choice belongs to the current context, as of `contextvars`: a new thread starts without it.
+    `contextvars.copy_context().run` takes it along.
+
+        with givens.backend("reference"):
+            optimizer.step()
     """
+    if name is not None and name not in get_args(Backend):
+        known = ", ".join(map(repr, get_args(Backend)))
+        raise ValueError(f"backend must be one of {known} or None, but got {name!r}")
+    return _force(name)
 
-    def __init__(self, backend: Backend | None) -> None:
-        global _forced
-        if backend is not None and backend not in get_args(Backend):
-            known = ", ".join(map(repr, get_args(Backend)))
-            raise ValueError(f"backend must be one of {known} or None, but got {backend!r}")
-        self._before = _forced
-        _forced = backend
 
-    def __enter__(self) -> None:
-        pass
+@contextlib.contextmanager
+def _force(name: Backend | None) -> Iterator[None]:
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        global _forced
-        _forced = self._before
+
+def operation(reference: Callable[P, T]) -> Callable[P, T]:
+    """Make a function of torch an operation: its first argument says which of its twins runs.
+
+    That is a tensor, or anything else for work on the CPU; it is given by position. Under
+    torch.compile, which cannot look into a kernel, the reference runs.
+    """
+    name = reference.__name__
+    _references[name] = reference
+    twins: dict[Backend, Callable[..., T]] = {"reference": reference}
+
+    @functools.wraps(reference)
+    def run(first: Any, /, *args: Any, **options: Any) -> T:
+        if torch.compiler.is_compiling():
+            return twins["reference"](first, *args, **options)
+        chosen = choose(first if isinstance(first, Tensor) else None)
+        twin = twins.get(chosen)
+        if twin is None:
+            twin = twins[chosen] = load(name, chosen)
+        return twin(first, *args, **options)
+
+    return run  # type: ignore[return-value]  # which must not be called by keyword alone
+
+
+def load(name: str, chosen: Backend) -> Callable[..., Any]:
+    """Import the code of an operation for a backend; its reference where there is none."""
+    module = getattr(OPERATIONS[name], chosen)
+    if chosen == "reference" or module is None:
+        return _references[name]
+    twin: Callable[..., Any] = getattr(importlib.import_module(f"givens.{module}"), name)
+    return twin
 
 
 def choose(W: Tensor | None = None) -> Backend:
     """The backend for W, or for no tensor at all: compiled where W is, else torch."""
-    if _forced == "reference":
-        return "reference"
-    fitting: Backend = "triton" if W is not None and W.device.type == "cuda" else "numba"
-    wanted = _forced or fitting
-    reason = None if W is None else (_why_not_numba(W) if wanted == "numba" else _why_not_triton(W))
-    if reason and _forced:
+    forced = _forced.get()
+    if forced == "reference":
+        return forced
+    if W is None:
+        return forced or "numba"
+    wanted: Backend = forced or ("triton" if W.is_cuda else "numba")
+    reason = _why_not_numba(W) if wanted == "numba" else _why_not_triton(W)
+    if reason and forced:
         raise RuntimeError(f"the {wanted} kernels cannot run: {reason}")
-    return "reference" if reason else wanted
+    # A kernel cannot be launched for nothing.
+    return "reference" if reason or (wanted == "triton" and not W.numel()) else wanted
 
 
-def on_device(x: Tensor) -> bool:
-    """Whether a GPU kernel is to take the rows of x; torch.compile cannot look into it."""
-    return not torch.compiler.is_compiling() and len(x) > 0 and choose(x) == "triton"
+def fall_back(name: str, reason: str) -> Callable[..., Any]:
+    """The reference, for a twin that does not take its arguments; an error where it was forced."""
+    if forced := _forced.get():
+        raise RuntimeError(f"the {forced} kernels cannot run: {reason}")
+    return _references[name]
 
 
-def written(W: Tensor) -> None:
+def current_backend() -> Backend | None:
+    """The backend of the `with` block around this call, if any; None under torch.compile."""
+    return None if torch.compiler.is_compiling() else _forced.get()
+
+
+def resume(name: Backend | None) -> contextlib.AbstractContextManager[None]:
+    """Enter the block that `current_backend` was called in, on another thread, as autograd's."""
+    return contextlib.nullcontext() if name is None else _force(name)
+
+
+def reuse(workspaces: dict[Any, Any], make: Callable[..., Any], W: Tensor, *sizes: int) -> Any:
+    """The buffers that `make` gives for matrices like W, made once; every step writes them anew."""
+    key = make, W.shape, W.device, W.dtype, sizes
+    if key not in workspaces:
+        workspaces[key] = make(W, *sizes)
+    return workspaces[key]
+
+
+def mark_written(W: Tensor) -> None:
     """Tell autograd that a compiled loop has changed W in place."""
     torch.autograd.graph.increment_version(W)
 
 
 def _why_not_triton(W: Tensor) -> str | None:
-    if W.device.type != "cuda":
+    if not W.is_cuda:
         return f"the tensor is on {W.device}"
     if W.dtype is not torch.float32:
         return f"the tensor is {W.dtype}, and they take float32"
@@ -100,7 +195,7 @@ def _has_triton() -> bool:
 
 
 def _why_not_numba(W: Tensor) -> str | None:
-    if W.device.type != "cpu":
+    if not W.is_cpu:
         return f"the tensor is on {W.device}"
     if W.dtype is not torch.float32 and W.dtype is not torch.float64:
         return f"the tensor is {W.dtype}, and they take float32 and float64"

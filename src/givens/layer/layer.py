@@ -13,10 +13,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from givens import distributed
-from givens.checks import check_choice, check_lengths, check_number, check_seed, check_sizes
+from givens.checks import (
+    check_choice,
+    check_lengths,
+    check_number,
+    check_seed,
+    check_sizes,
+    check_whole,
+)
 from givens.fixed.fit import Init, Method, fit
-from givens.kmeans import Quantized, nearest, quantize
-from givens.layer.straight_through import StraightThrough, normalised
+from givens.kmeans import Quantized, assign_lists, quantize
+from givens.layer.straight_through import StraightThrough, normalise, normalise_exactly
 from givens.quantizer import Codes, Metric, Quantizer
 from givens.rotation import Rotation, full_precision
 
@@ -46,7 +53,7 @@ class IndexLayer(nn.Module):
     `layer.warm` is False. It computes in float32, also under autocast, and waits for no device.
 
         turn = givens.GCD(layer.rotation.parameters(), lr=1e-2)
-        adam = torch.optim.Adam([*towers.parameters(), *layer.index_parameters()])
+        adam = torch.optim.Adam([*towers.parameters(), *layer.codebook_parameters()])
     """
 
     codebooks: nn.Parameter
@@ -109,16 +116,16 @@ class IndexLayer(nn.Module):
                 # Elsewhere it would have to wait.
                 check_lengths("x", v.detach(), self.metric, holes=True)
             if not self._warm:
-                return self._passed(self._entered(v))
+                return self._pass_through(self._normalise(v))
             W = self.rotation.weight
             with torch.no_grad():
                 unit = length = None
                 # In eval as in a Quantizer, so that both round alike.
                 if self.metric == "cosine":
-                    unit, length = normalised(v, exact=not self.training)
+                    unit, length = (normalise if self.training else normalise_exactly)(v)
                 R = W.mT if self.training else W.mT.contiguous()
-                lists, residual = self._listed((v if unit is None else unit) @ R)
-                codes, *found = self._quantized(residual, count=self.training)
+                lists, residual = self._find_residuals((v if unit is None else unit) @ R)
+                codes, *found = self._quantize(residual, count=self.training)
             parts = (W, self.codebooks, self.coarse, unit, length, R, lists, *found)
             embedding, distortion = StraightThrough.apply(v, *parts)  # type: ignore[no-untyped-call]
             return Indexed(embedding, Codes(codes, lists), distortion)
@@ -139,7 +146,8 @@ class IndexLayer(nn.Module):
 
         Args:
             sample: N embeddings, at least as many as codewords and centroids.
-            iterations: the most passes over them; it stops where they no longer pay.
+            iterations: the most passes over them, `max_iter` of `fit`; it stops where they no
+                longer pay.
             method: as in `fit`: "opq", "pq" to leave R at the identity, "gcd-greedy", …
             init: as in `fit`, where R starts.
             seed: of everything that is drawn.
@@ -152,12 +160,14 @@ class IndexLayer(nn.Module):
                     f"sample must have at least as many vectors as {name}, "
                     f"but got {len(sample)} for {name}={count}"
                 )
+        check_whole("iterations", iterations, 1)
         check_lengths("sample", sample.detach().float(), self.metric)
         how: Any = {"method": method, "metric": self.metric, "init": init, "seed": seed}
-        how |= {"iterations": iterations, "sample": None, "device": self.codebooks.device}
+        how |= {"max_iter": iterations, "sample": 0, "device": self.codebooks.device}
         with full_precision(self.codebooks.device):
             first = distributed.is_first()
-            self.start_from(fit(sample.detach().float(), D, K, L, **how) if first else None)
+            x = sample.detach().float()
+            self.start_from(fit(x, D, codewords=K, coarse=L, **how) if first else None)
 
     @torch.no_grad()
     def start_from(self, q: Quantizer | None) -> None:
@@ -209,10 +219,14 @@ class IndexLayer(nn.Module):
             rotation = self.rotation.matrix.detach().clone()
         return Quantizer(rotation, self.codebooks.detach().clone(), coarse, self.metric)
 
-    def index_parameters(self) -> list[nn.Parameter]:
-        """What an ordinary optimizer trains: codebooks and centroids, not R, which is GCD's."""
+    def codebook_parameters(self) -> list[nn.Parameter]:
+        """Codebooks and coarse centroids, for an ordinary optimizer; R is left to `GCD`."""
         parts = [self.codebooks, self.coarse]
         return [part for part in parts if part is not None and part.requires_grad]
+
+    def index_parameters(self) -> list[nn.Parameter]:
+        """`codebook_parameters`, by its earlier name."""
+        return self.codebook_parameters()
 
     @property
     def perplexity(self) -> Float[Tensor, " D"]:
@@ -239,9 +253,9 @@ class IndexLayer(nn.Module):
         if len(sample) == 0:
             raise ValueError("sample must have at least one vector, but got 0")
         with full_precision(sample.device):
-            Y = self._entered(sample.float()) @ self.rotation.matrix.contiguous()
-            _, residual = self._listed(Y)
-            found = self._quantized(residual, count=False)
+            Y = self._normalise(sample.float()) @ self.rotation.matrix.contiguous()
+            _, residual = self._find_residuals(Y)
+            found = self._quantize(residual, count=False)
         D, K, w = self.codebooks.shape
         parts = residual.view(-1, D, w)
         errors = found.errors.view_as(parts).square().sum(2)
@@ -270,10 +284,10 @@ class IndexLayer(nn.Module):
             f"update={self.update!r}{state}"
         )
 
-    def _entered(self, v: Tensor) -> Tensor:
-        return normalised(v)[0] if self.metric == "cosine" else v
+    def _normalise(self, v: Tensor) -> Tensor:
+        return normalise_exactly(v)[0] if self.metric == "cosine" else v
 
-    def _passed(self, x: Tensor) -> Indexed:
+    def _pass_through(self, x: Tensor) -> Indexed:
         """Pass x on, with gradients of 0, for which DistributedDataParallel waits."""
         nothing = x.new_zeros(())
         for part in self.parameters():
@@ -281,17 +295,14 @@ class IndexLayer(nn.Module):
                 nothing = nothing + 0 * part.flatten()[0]
         return Indexed(x + nothing, None, nothing)
 
-    def _listed(self, Y: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _find_residuals(self, Y: Tensor) -> tuple[Tensor | None, Tensor]:
         """The lists of rotated vectors, where there are any, and what they leave of them."""
         if self.coarse is None:
             return None, Y
-        if self.metric == "l2":
-            lists = nearest(Y, self.coarse[None])[:, 0].long()
-        else:
-            lists = (Y @ self.coarse.mT).argmax(1)
+        lists = assign_lists(Y, self.coarse, self.metric)
         return lists, Y - self.coarse[lists]
 
-    def _quantized(self, residual: Tensor, *, count: bool) -> Quantized:
+    def _quantize(self, residual: Tensor, *, count: bool) -> Quantized:
         """What the codebooks make of residuals; counted, it moves the averages on."""
         usage, share = None, (1 - self.decay) / max(len(residual), 1)
         count = count and len(residual) > 0
@@ -310,7 +321,7 @@ class IndexLayer(nn.Module):
         good = residual.isfinite().all(1).repeat_interleave(D)[:, None]
         chosen = torch.cat([one[:, None], residual.view(-1, w)], dim=1).where(good, 0)
         added = residual.new_zeros(D * K, 1 + w).index_add_(0, at, chosen)
-        added = distributed.added(added)
+        added = distributed.sum_ranks(added)
         # Every subspace has seen all vectors.
         added = added.view(D, K, 1 + w) / added[:K, 0].sum().clamp_min(1)
         self.usage.lerp_(added[..., 0], 1 - self.decay)

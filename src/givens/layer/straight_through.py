@@ -25,15 +25,14 @@ from givens.checks import SHORTEST
 from givens.rotation import full_precision
 
 
-def normalised(v: Tensor, *, exact: bool = True) -> tuple[Tensor, Tensor]:
-    """Unit vectors and lengths; `exact` as `torch.nn.functional.normalize`, to the last bit.
+@kernels.operation
+def normalise(v: Tensor) -> tuple[Tensor, Tensor]:
+    """Unit vectors and lengths; a vector shorter than `SHORTEST` is divided by that."""
+    return normalise_exactly(v)
 
-    A vector shorter than `SHORTEST` is divided by that, as torch does.
-    """
-    if not exact and kernels.on_device(v):
-        from givens.kernels.gpu import straight
 
-        return straight.normalised(v, SHORTEST)
+def normalise_exactly(v: Tensor) -> tuple[Tensor, Tensor]:
+    """`normalise` as `torch.nn.functional.normalize`, to the last bit."""
     length = torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(SHORTEST)
     return v / length, length
 
@@ -79,6 +78,8 @@ class StraightThrough(torch.autograd.Function):
             q = q + coarse[lists]
         ctx.save_for_backward(*Kept(x, length, W, q, error, at, lists))
         ctx.shapes = codebooks.shape, None if coarse is None else coarse.shape
+        # Autograd goes back on a thread of its own where there is a GPU.
+        ctx.backend = kernels.current_backend()
         # Given as it is, and not as a view, which nobody could change in place.
         ctx.mark_dirty(distortion)
         return q @ R.mT, distortion
@@ -90,10 +91,10 @@ class StraightThrough(torch.autograd.Function):
         kept, needed = Kept(*ctx.saved_tensors), ctx.needs_input_grad[:4]
         # On a device codewords' gradients are added up in whatever order.
         ordered = torch.are_deterministic_algorithms_enabled()
-        launched = needed[2] and kept.lists is None and not ordered and kernels.on_device(g)
-        find = _launched_gradients if launched else _gradients
+        in_order = ordered or not needed[2] or kept.lists is not None
+        find = find_gradients_in_order if in_order else find_gradients
         codebooks, coarse = ctx.shapes
-        with full_precision(g.device):
+        with full_precision(g.device), kernels.resume(ctx.backend):
             found = find(g, gd, kept, codebooks, coarse, needed)
         return *found, None, None, None, None, None, None, None, None
 
@@ -101,10 +102,21 @@ class StraightThrough(torch.autograd.Function):
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _gradients(
+@kernels.operation
+def find_gradients(
     g: Tensor, gd: Tensor, kept: Kept, codebooks: torch.Size, coarse: Any, needed: Sequence[bool]
 ) -> Gradients:
-    """Those of V, W, the codebooks and the centroids, as far as they are needed."""
+    """Those of V, W and the codebooks, where there are no centroids."""
+    return find_gradients_in_order(g, gd, kept, codebooks, coarse, needed)
+
+
+def find_gradients_in_order(
+    g: Tensor, gd: Tensor, kept: Kept, codebooks: torch.Size, coarse: Any, needed: Sequence[bool]
+) -> Gradients:
+    """Those of V, W, the codebooks and the centroids, as far as they are needed.
+
+    Deterministic where torch's own operations are.
+    """
     x, length, W, q, error, at, lists = kept
     gv = gW = gc = gl = None
     # e is `share` of this: the gradient of the distortion by Y; by q it is −e.
@@ -129,17 +141,3 @@ def _gradients(
     if needed[3] and lists is not None:
         gl = e.new_zeros(coarse).index_add_(0, lists, gq)
     return gv, gW, gc, gl
-
-
-def _launched_gradients(
-    g: Tensor, gd: Tensor, kept: Kept, codebooks: torch.Size, coarse: None, needed: Sequence[bool]
-) -> Gradients:
-    """The same on a device, without centroids, in fewer launches."""
-    from givens.kernels.gpu import straight
-
-    x, length, W, q, error, at, _ = kept
-    gv = straight.to_vectors(g, gd, W, error, x, length) if needed[0] else None
-    gy = g @ W.mT
-    gc = straight.to_codewords(gy, gd, error, at, codebooks, keep=needed[1])
-    gW = (q.mT @ g).addmm_(gy.mT, x) if needed[1] else None
-    return gv, gW, gc, None

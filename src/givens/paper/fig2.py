@@ -89,14 +89,14 @@ class Runs:
         q = fit(
             part,
             SUBSPACES,
-            min(CODEWORDS, len(part)),
+            codewords=min(CODEWORDS, len(part)),
             method=method,  # type: ignore[arg-type]
             init="identity",
             seed=seed,
-            iterations=self.iterations,
-            sample=None,
+            max_iter=self.iterations,
+            sample=0,
             grow=False,
-            tolerance=-1.0,
+            tol=-1.0,
             rate=how["rate"],  # type: ignore[arg-type]
             steps=STEPS if how["rate"] else None,
             callback=lambda progress: curve.append(progress.distortion),

@@ -160,7 +160,7 @@ def checked(
     forced: tuple[kernels.Backend | None, ...] = (None, "reference")
     for dtype, backend in zip((torch.float32, torch.float64), forced, strict=True):
         torch.manual_seed(0)
-        with kernels.use(backend):
+        with kernels.backend(backend):
             weight, step = make(method, n, dtype, device)
             before = weight().double()
             for _ in range(3):

@@ -39,7 +39,7 @@ class Config:
     "post-hoc" trains without the index and leaves it to Faiss's OPQ."""
     start: Start = "opq"
     """Where R is when the index comes in."""
-    exact: bool = False
+    exact: bool = True
     """Whether "gcd-steepest" is exactly that."""
     dim: int = 512
     subspaces: int = 32

@@ -57,4 +57,4 @@ def hinge_loss(
     if same is None:
         same = torch.zeros_like(scores, dtype=torch.bool)
     other = ~same.scatter(1, target[:, None], True)
-    return (loss * other).sum() / distributed.added(other.sum()).clamp_min(1)
+    return (loss * other).sum() / distributed.sum_ranks(other.sum()).clamp_min(1)

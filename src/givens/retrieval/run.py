@@ -172,7 +172,7 @@ class Run:
         """Embeddings of items, drawn alike."""
         drawn = np.random.default_rng(self.config.seed).permutation(self.log.catalogue)
         ids = torch.from_numpy(np.sort(drawn[: self.config.sample])).to(self.device)
-        return distributed.gathered(self.towers.item(ids[distributed.rows(len(ids))]), len(ids))
+        return distributed.gather_rows(self.towers.item(ids[distributed.rows(len(ids))]), len(ids))
 
     def advance(self) -> None:
         """One step: every rank draws the whole batch, and works on its rows of it."""
@@ -196,7 +196,7 @@ class Run:
     ) -> Float[Tensor, " 2"]:
         """Learn from a rank's rows of a batch: the batch's retrieval loss and its distortion."""
         retrieval, distortion = self.losses(self.towers.user(Asked(history, words)), target, drawn)
-        losses = distributed.added(torch.stack([retrieval.detach(), distortion.detach()]))
+        losses = distributed.sum_ranks(torch.stack([retrieval.detach(), distortion.detach()]))
         if self.device.type == "cpu":
             check_finite(self.step, [losses])
         for optimizer in self.optimizers:
@@ -233,7 +233,7 @@ class Run:
         if self.joint:
             items, _, distortion = self.layer(items)
             distortion = distributed.share(distortion, len(items), self.candidates)
-        items = distributed.gathered(items, self.candidates)
+        items = distributed.gather_rows(items, self.candidates)
         if c.loss == "hinge":
             return hinge_loss(users, items, column, margin=c.margin, same=same), distortion
         loss = softmax_loss(users, items, column, temperature=c.temperature, log_q=log_q, same=same)
@@ -291,7 +291,7 @@ class Run:
         mine, usage = distributed.rows(self.candidates), self.layer.usage
         # A moving average of means: that over all is the mean of those over parts.
         usage.copy_(
-            distributed.added(distributed.share(usage, mine.stop - mine.start, self.candidates))
+            distributed.sum_ranks(distributed.share(usage, mine.stop - mine.start, self.candidates))
         )
         distributed.check_same(
             "R and codebooks",
@@ -356,7 +356,7 @@ class Run:
 
 def capturable(config: Config, *, joint: bool) -> bool:
     """Whether a step waits for nothing, so that it can be recorded."""
-    waits = config.method == "expm" or config.exact
+    waits = config.method == "expm" or (config.method == "gcd-steepest" and config.exact)
     return distributed.alone() and not (joint and waits)
 
 
@@ -389,8 +389,8 @@ def start_index(layer: IndexLayer, sample: Float[Tensor, "N n"], config: Config)
     if config.start == "random":
         R = random_rotation(config.dim, config.seed).to(sample.device)
     how: dict[str, Any] = {"method": "pq", "metric": "cosine", "seed": config.seed}
-    sizes = (config.subspaces, config.codewords, config.coarse)
-    q = fit(sample @ R, *sizes, iterations=config.iterations, sample=None, **how)
+    how |= {"codewords": config.codewords, "coarse": config.coarse}
+    q = fit(sample @ R, config.subspaces, max_iter=config.iterations, sample=0, **how)
     layer.start_from(Quantizer(R, q.codebooks, q.coarse, "cosine"))
 
 

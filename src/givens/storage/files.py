@@ -100,7 +100,7 @@ def save(
 
 def load(path: str | Path, kind: str) -> Contents:
     """Read a file of this kind; anything that is not as it was saved is a ValueError."""
-    with _opened(path) as file:
+    with _open(path) as file:
         header = _header(path, file)
         if header.kind != kind:
             raise ValueError(f"{path} holds a {header.kind!r:.40}, not a {kind!r}")
@@ -110,16 +110,16 @@ def load(path: str | Path, kind: str) -> Contents:
             # Read, not memory-mapped: a file cut short meanwhile is an error, not a crash.
             data = torch.empty(end - start, dtype=torch.uint8)
             if file.readinto(_bytes(data)) != end - start:
-                raise _damaged(path, f"it ends inside {name!r}")
+                raise _damage_error(path, f"it ends inside {name!r}")
             if hashlib.sha256(_bytes(data)).hexdigest() != header.digests[name]:
-                raise _damaged(path, f"the digest of {name!r} does not match")
+                raise _damage_error(path, f"the digest of {name!r} does not match")
             tensors[name] = data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
     return Contents(tensors, header.metadata)
 
 
 def read_header(path: str | Path) -> Header:
     """The header of a file, checked; its tensors are left alone."""
-    with _opened(path) as file:
+    with _open(path) as file:
         return _header(path, file)
 
 
@@ -138,7 +138,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
     try:
         _sweep(target)
-        temporary, descriptor = _claimed(target)
+        temporary, descriptor = _claim(target)
         try:
             yield temporary
             if target.exists():
@@ -178,7 +178,7 @@ def write_sealed(path: str | Path, content: Mapping[str, Any]) -> None:
 
 def read_sealed(path: str | Path) -> dict[str, Any]:
     """What `write_sealed` wrote; anything else is a ValueError."""
-    with _opened(path) as file:
+    with _open(path) as file:
         text = file.read()
     try:
         content = json.loads(text)
@@ -186,7 +186,12 @@ def read_sealed(path: str | Path) -> dict[str, Any]:
             return dict(content)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
-    raise _damaged(path, "its digest does not match, or it has none")
+    raise _damage_error(path, "its digest does not match, or it has none")
+
+
+def record_path(path: str | Path) -> Path:
+    """Where the record of a file is: beside it, as index.faiss.json."""
+    return Path(path).with_name(Path(path).name + ".json")
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
@@ -226,7 +231,10 @@ def check_writable(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: str | Path, refusal: str) -> Iterator[None]:
-    """Hold a lock file; a second holder is refused. The lock goes when its process does."""
+    """Hold a lock file; a second holder is refused. The lock goes when its process does.
+
+    By hand, for filelock leaves its file behind, and a build that came to nothing leaves nothing.
+    """
     while True:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
         try:
@@ -257,7 +265,7 @@ class _NotMeantError(Exception):
     """Leave a `replacing` block without replacing."""
 
 
-def _opened(path: str | Path) -> BufferedReader:
+def _open(path: str | Path) -> BufferedReader:
     # A pipe would wait for ever.
     if not stat.S_ISREG(Path(path).stat().st_mode):
         raise ValueError(f"{path} must be a file, but is a folder or a device")
@@ -270,13 +278,13 @@ def _header(path: str | Path, file: BufferedReader) -> Header:
     # Checked before anything of that length is read.
     if size < 8 or length > min(size - 8, HEADER_LIMIT):
         raise ValueError(f"{path} is not a givens file, or has lost its end")
-    header = _parsed(path, file.read(length))
+    header = _parse(path, file.read(length))
     try:
         strings = header["__metadata__"]
         seal = strings.pop("seal")
         if hashlib.sha256(_canonical(header)).hexdigest() != seal:
-            raise _damaged(path, "the digest of its header does not match")
-        about = _parsed(path, strings["givens"])
+            raise _damage_error(path, "the digest of its header does not match")
+        about = _parse(path, strings["givens"])
         if about["format"] != FORMAT:
             raise ValueError(
                 f"{path} has format {about['format']!r:.40}, "
@@ -290,7 +298,7 @@ def _header(path: str | Path, file: BufferedReader) -> Header:
         raise ValueError(f"{path} is not a givens file, or its header is damaged") from error
 
 
-def _parsed(path: str | Path, text: bytes | str) -> Any:
+def _parse(path: str | Path, text: bytes | str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -306,10 +314,10 @@ def _check_layout(path: str | Path, entries: dict[str, Any], size: int) -> None:
         fits = fits and all(type(number) is int and number >= 0 for number in (end, *shape))
         room = DTYPES[entry["dtype"]].itemsize * math.prod(shape) if fits else -1
         if start != at or end - start != room:
-            raise _damaged(path, f"{name!r} does not fit its place")
+            raise _damage_error(path, f"{name!r} does not fit its place")
         at = end
     if at != size:
-        raise _damaged(path, f"it has {size} bytes of tensors instead of {at}")
+        raise _damage_error(path, f"it has {size} bytes of tensors instead of {at}")
 
 
 def _canonical(value: Any) -> bytes:
@@ -328,11 +336,11 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _damaged(path: str | Path, how: str) -> ValueError:
+def _damage_error(path: str | Path, how: str) -> ValueError:
     return ValueError(f"{path} is damaged: {how}")
 
 
-def _claimed(target: Path) -> tuple[Path, int]:
+def _claim(target: Path) -> tuple[Path, int]:
     """A new file beside the target, locked: the lock goes when its process does."""
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
@@ -351,7 +359,7 @@ def _sweep(target: Path) -> None:
     """Remove what killed processes left beside the target: temporary files that nobody locks."""
     if sys.platform == "win32":
         return
-    for path in target.parent.glob(f".{_escaped(target.name)}.????????.tmp"):
+    for path in target.parent.glob(f".{_escape(target.name)}.????????.tmp"):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR)
             try:
@@ -361,7 +369,7 @@ def _sweep(target: Path) -> None:
                 os.close(descriptor)
 
 
-def _escaped(name: str) -> str:
+def _escape(name: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 

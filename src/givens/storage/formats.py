@@ -102,7 +102,7 @@ class Hdf5(File):
             ]
         if (name or part) in links or (links and not known):
             raise ValueError(f"{path} must hold its tables itself, but {links[0]} is a link")
-        chosen = _chosen(path, known, name, part)
+        chosen = _choose(path, known, name, part)
         with _reading(path):
             self.table = file[chosen]
             self.dtype, self.shape = self.table.dtype, self.table.shape or ()
@@ -115,7 +115,7 @@ class Hdf5(File):
 
     def __getitem__(self, rows: Any, /) -> Array:
         if not isinstance(rows, slice):
-            return gathered(self, rows)
+            return read_rows(self, rows)
         with _reading(self.path):
             return np.asarray(self.table[rows])
 
@@ -128,7 +128,7 @@ class Safetensors(File):
 
         with _reading(path, "is not a safetensors file, or has lost its end"):
             file: Any = safe_open(path, framework="pt")
-        self.tensor = file.get_slice(_chosen(path, list(file.keys()), name, part))
+        self.tensor = file.get_slice(_choose(path, list(file.keys()), name, part))
         self.shape = tuple(self.tensor.get_shape())
         dtype = self.tensor.get_dtype()
         if dtype not in NUMBERS:
@@ -139,7 +139,7 @@ class Safetensors(File):
 
     def __getitem__(self, rows: Any, /) -> Array:
         if not isinstance(rows, slice):
-            return gathered(self, rows)
+            return read_rows(self, rows)
         part: Tensor = self.tensor[rows]
         return (part.float() if part.dtype == torch.bfloat16 else part).numpy()
 
@@ -167,7 +167,7 @@ class Parquet(File):
             ]
             groups = self.file.metadata.num_row_groups
             sizes = [self.file.metadata.row_group(group).num_rows for group in range(groups)]
-        self.path, self.column = path, _chosen(path, lists, name, part)
+        self.path, self.column = path, _choose(path, lists, name, part)
         if min(sizes, default=0) < 0 or sum(sizes) != self.file.metadata.num_rows:
             raise ValueError(f"{path} is damaged: its groups have not as many rows as it says")
         self.sizes, self.ends = sizes, np.cumsum(sizes)
@@ -220,7 +220,7 @@ def places(rows: Any, count: int) -> Array:
     return np.where(numbers < 0, numbers + count, numbers)
 
 
-def gathered(table: File, rows: Array) -> Array:
+def read_rows(table: File, rows: Array) -> Array:
     """Rows of a table that can only be sliced, or is slow where it is not."""
     unique, inverse = np.unique(rows, return_inverse=True)
     parts = [table[0:0]]
@@ -304,7 +304,7 @@ def _reading(path: str | Path, damage: str = "is damaged") -> Iterator[None]:
         raise ValueError(f"{path} {damage}{reason}") from error
 
 
-def _chosen(path: str | Path, known: list[str], name: str | None, part: str | None) -> str:
+def _choose(path: str | Path, known: list[str], name: str | None, part: str | None) -> str:
     """The table asked for by name, else the usual one, else the only one."""
     if name is None:
         name = part if part in known else known[0] if len(known) == 1 else None

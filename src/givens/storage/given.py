@@ -28,7 +28,7 @@ def as_vectors(x: Any, name: str = "x") -> Any:
         return read(x if isinstance(x, str) else Path(x), "train")
     package = type(x).__module__.partition(".")[0]
     if isinstance(x, list | tuple):
-        x = _stacked(x, name)
+        x = _stack(x, name)
     elif package == "pyarrow":
         x = _from_arrow(x, name)
     elif package in ("pandas", "polars"):
@@ -43,7 +43,7 @@ def as_vectors(x: Any, name: str = "x") -> Any:
     return x
 
 
-def _stacked(rows: Any, name: str) -> Any:
+def _stack(rows: Any, name: str) -> Any:
     """Rows of one length as an array or a tensor."""
     rows = list(rows)
     if rows and all(isinstance(row, Tensor) for row in rows):
@@ -116,9 +116,7 @@ def _from_frame(x: Any, name: str) -> Any:
     values = x.to_numpy()
     nested = values.dtype == object or hasattr(getattr(x, "dtype", None), "inner")
     if nested:
-        return (
-            values if values.ndim == 2 and values.dtype != object else _stacked(x.to_list(), name)
-        )
+        return values if values.ndim == 2 and values.dtype != object else _stack(x.to_list(), name)
     # One number in a row is a vector of one dimension.
     return values[:, None]
 

@@ -13,9 +13,9 @@ from givens.storage.formats import (
     File,
     Parquet,
     check_dims,
-    gathered,
     npy_form,
     places,
+    read_rows,
     vecs_form,
 )
 from givens.storage.vectors import SUFFIXES, Vectors
@@ -36,7 +36,7 @@ class Ranged(File):
 
     def __getitem__(self, rows: Any, /) -> Array:
         if not isinstance(rows, slice) or rows.step not in (None, 1):
-            return gathered(self, places(rows, len(self)))
+            return read_rows(self, places(rows, len(self)))
         first, stop, _ = rows.indices(len(self))
         count, width = max(stop - first, 0), self.lead + self.shape[1]
         self.file.seek(self.at + first * width * self.dtype.itemsize)
@@ -70,7 +70,7 @@ def read(address: str, part: str | None = None) -> Vectors:
     return Ranged(plain, file, dtype, (shape[0], shape[1]), file.tell())
 
 
-def listed(address: str) -> list[str]:
+def list_files(address: str) -> list[str]:
     """The files of vectors in a folder, by name; a file is its own list."""
     system, path = _system(_split(address)[0])
     if _suffix(_split(address)[0]) in SUFFIXES or not system.isdir(path):

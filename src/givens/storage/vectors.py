@@ -56,18 +56,18 @@ def read(path: str | Path, part: str | None = None) -> Vectors:
         path: the file, with `:name` behind it for one of several tables.
         part: the table to take where the path names none and there are several.
     """
-    found = listed(path)
+    found = list_files(path)
     if found != [os.fspath(path)]:
         return join(found, part)
     if is_remote(path):
         from givens.storage import remote
 
-        return _checked(path, remote.read(os.fspath(path), part))
+        return _check_shape(path, remote.read(os.fspath(path), part))
     file, name = split(path)
     suffix = file.suffix.lower()
     if not is_vectors(file):
         known = ", ".join((*SUFFIXES, *text.SUFFIXES))
-        raise ValueError(f"{file} must end in one of {known}{_converted(file)}")
+        raise ValueError(f"{file} must end in one of {known}{_advise(file)}")
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}; looked in {file.absolute().parent}")
     if file.stat().st_size == 0:
@@ -87,7 +87,7 @@ def read(path: str | Path, part: str | None = None) -> Vectors:
             vectors = Hdf5(file, name, part)
         case _:
             vectors = text.Text(file)
-    return _checked(path, vectors)
+    return _check_shape(path, vectors)
 
 
 def join(paths: Sequence[str], part: str | None = None) -> Vectors:
@@ -102,12 +102,12 @@ def join(paths: Sequence[str], part: str | None = None) -> Vectors:
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
-def listed(path: str | Path) -> list[str]:
+def list_files(path: str | Path) -> list[str]:
     """The files of vectors in a folder, by name; a file is its own list."""
     if is_remote(path):
         from givens.storage import remote
 
-        return remote.listed(os.fspath(path))
+        return remote.list_files(os.fspath(path))
     folder = Path(path)
     if not folder.is_dir():
         return [os.fspath(path)]
@@ -147,7 +147,7 @@ def is_remote(path: str | Path) -> bool:
     return isinstance(path, str) and "://" in path
 
 
-def _checked(path: str | Path, vectors: Vectors) -> Vectors:
+def _check_shape(path: str | Path, vectors: Vectors) -> Vectors:
     if len(vectors.shape) != 2 or 0 in vectors.shape or vectors.dtype.kind not in "fiu":
         raise ValueError(
             f"{path} must hold vectors of shape (N, n), but holds {vectors.dtype} "
@@ -230,7 +230,7 @@ def split(path: str | Path) -> tuple[Path, str | None]:
     return Path(whole), None
 
 
-def _converted(file: Path) -> str:
+def _advise(file: Path) -> str:
     """What to do with a table of text."""
     delimiter = {".csv": ", delimiter=','", ".tsv": ""}.get(file.suffix.lower())
     if delimiter is None:

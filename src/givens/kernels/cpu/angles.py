@@ -1,4 +1,4 @@
-"""The loops over planes for a CPU, compiled by numba; each does what its twin in `moments` does.
+"""The loops over planes for a CPU, compiled by numba: the twins of those in `fixed.turns`.
 
 Z (n, D, K) as there; T (n, n) its cross products; w the width of a subspace.
 """
@@ -8,8 +8,23 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from givens.kernels.cpu.grid import SUMS, compiled
+
+
+def root_gains(Z: Tensor) -> Tensor:
+    """`fixed.turns.root_gains`."""
+    roots, scratch = Z.new_empty(len(Z), len(Z)), Z.new_empty(len(Z), len(Z))
+    root_gains_loop(Z.numpy(), scratch.numpy(), roots.numpy())
+    return roots
+
+
+def plane_angles(Z: Tensor, pairs: Tensor) -> Tensor:
+    """`fixed.turns.plane_angles`."""
+    theta = Z.new_empty(len(pairs))
+    angles(Z.numpy(), pairs.numpy(), theta.numpy())
+    return theta
 
 
 @compiled(fastmath=SUMS)
@@ -38,7 +53,7 @@ def cross_products(Z: NDArray[Any], T: NDArray[Any]) -> None:
 
 
 @compiled(fastmath=SUMS)
-def root_gains(Z: NDArray[Any], T: NDArray[Any], roots: NDArray[Any]) -> None:
+def root_gains_loop(Z: NDArray[Any], T: NDArray[Any], roots: NDArray[Any]) -> None:
     """√gain of every plane, in both halves of (n, n); T is overwritten with the products of Z."""
     n, D, K = Z.shape
     w = n // D

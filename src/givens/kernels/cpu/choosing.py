@@ -7,7 +7,9 @@ axes are free. They are sorted by counting, as many at a time as are wanted.
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from givens.kernels.cpu.grid import compiled
 
@@ -19,6 +21,18 @@ SCATTER = 8
 MAGNITUDE = 0x7FFFFFFF
 # A sequence in which all words of six bits are different: its product with 2ᵏ tells k.
 BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+
+
+def greedy_partners(magnitudes: Tensor, turns: int) -> Tensor:
+    """`pairing.greedy_partners`."""
+    if magnitudes.ndim > 2:
+        return torch.stack([greedy_partners(m, turns) for m in magnitudes])
+    partners = torch.empty(turns, len(magnitudes), dtype=torch.int32, device="cpu")
+    # As float32, whose bits sort like numbers; scaled, or float64 would not fit.
+    most = magnitudes.amax().clamp_min(torch.finfo(magnitudes.dtype).tiny)
+    keys = (magnitudes / most).float().contiguous().view(torch.int32)
+    choose(keys.numpy(), partners.numpy())
+    return partners.long()
 
 
 @compiled()

@@ -6,11 +6,57 @@ Weights come as integer keys that sort alike, since integers fill vector lanes.
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from givens.kernels.cpu.grid import WORD, compiled, hashed
+from givens.pairing import EXCHANGES
 
 TILE = 16
+
+
+def skew_magnitudes(P: Tensor) -> Tensor:
+    """`rotation.skew_magnitudes`, in place."""
+    for p in P.numpy().reshape(-1, *P.shape[-2:]):
+        magnitudes(p)
+    return P
+
+
+def match_greedily(weights: Tensor, *, signed: bool = False) -> Tensor:
+    """`pairing.match_greedily`."""
+    partner = torch.empty(len(weights), dtype=torch.int64, device="cpu")
+    match(sortable(weights, signed=signed).numpy(), partner.numpy())
+    return partner
+
+
+def bid(
+    weights: Tensor, first: Tensor, second: Tensor, bidder: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`pairing.bid`."""
+    now = first.clone(), second.clone(), bidder.clone()
+    offer = torch.empty_like(first)
+    buffers = (*now, offer, sortable(offer))
+    bid_loop(weights.numpy(), *(buffer.numpy() for buffer in buffers))
+    return now
+
+
+def exchange(weights: Tensor, partner: Tensor) -> Tensor:
+    """`pairing.exchange`."""
+    partner = partner.clone()
+    gain = weights.new_empty(len(partner) // 2, len(partner) // 2)
+    arrays = (weights.numpy(), partner.numpy(), gain.numpy(), sortable(gain).numpy())
+    for _ in range(EXCHANGES):
+        if not exchange_loop(*arrays):
+            break
+    return partner
+
+
+def sortable(weights: Tensor, *, signed: bool = False) -> Tensor:
+    """Integers in the order of the floats; where no float is negative, their bits as they are."""
+    bits = weights.element_size() * 8
+    keys = weights.contiguous().view(torch.int32 if bits == 32 else torch.int64)
+    return keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1)) if signed else keys
 
 
 @compiled()
@@ -90,7 +136,7 @@ def match(keys: NDArray[Any], partner: NDArray[Any]) -> None:
 
 
 @compiled()
-def bid(
+def bid_loop(
     weights: NDArray[Any],
     first: NDArray[Any],
     second: NDArray[Any],
@@ -98,7 +144,7 @@ def bid(
     offer: NDArray[Any],
     keys: NDArray[Any],
 ) -> None:
-    """The twin of `pairing._bid`, in place; offer (n,) is overwritten, and keys are its bits."""
+    """The twin of `pairing.bid`, in place; offer (n,) is overwritten, and keys are its bits."""
     n = len(weights)
     asked, least, was = first.copy(), second.copy(), bidder.copy()
     sign, rest = keys.dtype.type(keys.itemsize * 8 - 1), np.iinfo(keys.dtype).max
@@ -118,10 +164,10 @@ def bid(
 
 
 @compiled()
-def exchange(
+def exchange_loop(
     weights: NDArray[Any], partner: NDArray[Any], gain: NDArray[Any], keys: NDArray[Any]
 ) -> bool:
-    """One round of `pairing._exchanged`, in place; whether there was anything to gain.
+    """One round of `pairing.exchange`, in place; whether there was anything to gain.
 
     gain (n/2, n/2) is overwritten, and keys are its bits: in order, as no gain is negative.
     """

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from givens.kernels.cpu.grid import compiled
+from givens.kmeans import Clusters
 
 # Vectors that are compared at once, one in each vector lane: with their distances they fill L1.
 BLOCK = 256
@@ -19,6 +21,20 @@ BLOCK = 256
 DEPTH, BREADTH = 4, 2
 # Multiplications below which threads cost more than they save.
 SMALL = 1 << 22
+
+
+def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """`kmeans.assign`."""
+    codes, distances = nearest(Y.contiguous().numpy(), C.contiguous().numpy())
+    return torch.from_numpy(codes), torch.from_numpy(distances)
+
+
+def add_up_(Y: Tensor, codes: Tensor, distances: Tensor, to: Clusters, *, whole: bool) -> None:
+    """`kmeans.add_up_`; sums in float32 over these vectors."""
+    added = torch.zeros_like(to.sums, dtype=torch.float32)
+    arrays = (Y, codes, distances, added, to.counts, to.errors)
+    add_up(*(array.numpy() for array in arrays), whole=whole)
+    to.sums.add_(added)
 
 
 def nearest(
@@ -44,6 +60,8 @@ def add_up(
     sums: NDArray[np.float32],
     counts: NDArray[np.float64],
     losses: NDArray[np.float64],
+    *,
+    whole: bool,
 ) -> None:
     """Add vectors, ones and errors to the clusters of each subspace.
 
@@ -51,7 +69,6 @@ def add_up(
     the order of the additions, and the result, depend on nothing else.
     """
     width = sums.shape[2]
-    whole = width == X.shape[1]
 
     def add(d: int) -> None:
         part = X if whole else X[:, d * width : (d + 1) * width]

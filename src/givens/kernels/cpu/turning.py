@@ -7,10 +7,44 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from givens import kernels
 from givens.kernels import GOLDEN, SHUFFLE_BITS, SHUFFLE_ROUNDS, TIDY_STREAM
 from givens.kernels.cpu.grid import SUMS, WORD, compiled, hashed
+
+
+def turn_rows_(W: Tensor, pairs: Tensor, theta: Tensor, *, disjoint: bool) -> None:
+    """`rotation.turn_rows_`; planes are taken in order, whether `disjoint` or not."""
+    if W.ndim > 2:
+        for w, p, t in zip(W, pairs, theta, strict=True):
+            turn_rows_(w, p, t, disjoint=disjoint)
+    else:
+        turn_rows(W.numpy(), pairs.numpy(), theta.numpy())
+        kernels.mark_written(W)
+
+
+def orthonormalise_rows_(W: Tensor, pairs: Tensor) -> None:
+    """`rotation.orthonormalise_rows_`."""
+    orthonormalise_rows(W.numpy(), pairs.numpy())
+    kernels.mark_written(W)
+
+
+def largest(M: Tensor) -> float:
+    """`rotation.largest`: without their sign the bits of floats sort like numbers."""
+    entries = M.detach().numpy()
+    bits = f"i{entries.itemsize}"
+    most = largest_bits(entries.reshape(-1).view(bits), np.iinfo(bits).max)
+    return float(np.array(most, bits).view(entries.dtype))
+
+
+def draw_pairs(n: int, seed: int, step: int, stream: int, turn: int) -> Tensor:
+    """`pairing.draw_pairs`."""
+    pairs = torch.empty(n // 2, 2, dtype=torch.int64, device="cpu")
+    draw_pairs_loop(n, seed, step, stream, turn, pairs.numpy())
+    return pairs
 
 
 @compiled(fastmath={"contract"})
@@ -54,7 +88,9 @@ def orthonormalise_rows(W: NDArray[Any], pairs: NDArray[Any]) -> None:
 
 
 @compiled()
-def draw_pairs(n: int, seed: int, step: int, stream: int, turn: int, pairs: NDArray[Any]) -> None:
+def draw_pairs_loop(
+    n: int, seed: int, step: int, stream: int, turn: int, pairs: NDArray[Any]
+) -> None:
     """The twin of `pairing.random_pairs`."""
     key = WORD(0)
     for word in (seed, seed >> 32, step, step >> 32, stream):
@@ -86,13 +122,6 @@ def draw_pairs(n: int, seed: int, step: int, stream: int, turn: int, pairs: NDAr
             pairs[p, side] = x
         if pairs[p, 0] > pairs[p, 1]:
             pairs[p, 0], pairs[p, 1] = pairs[p, 1], pairs[p, 0]
-
-
-def largest(M: NDArray[Any]) -> float:
-    """Max |M|, NaN where an entry is: without their sign the bits of floats sort like numbers."""
-    bits = f"i{M.itemsize}"
-    most = largest_bits(M.reshape(-1).view(bits), np.iinfo(bits).max)
-    return float(np.array(most, bits).view(M.dtype))
 
 
 @compiled()
@@ -143,7 +172,7 @@ def descend(
     squares = np.empty(len(W))
     for b in range(len(W)):
         if draw:
-            draw_pairs(len(W[b]), seed, step, stream + b, turn, pairs[b])
+            draw_pairs_loop(len(W[b]), seed, step, stream + b, turn, pairs[b])
         derivatives(W[b], G[b], pairs[b], angles[b])
         squares[b] = 0.0
         for p in range(k):
@@ -172,7 +201,7 @@ def tidy(W: NDArray[Any], seed: int, step: int, stream: int) -> None:
     """Undo what rounding does to the matrices of a stack, on a random pairing of their rows."""
     for b in range(len(W)):
         drawn = np.empty((len(W[b]) // 2, 2), np.int64)
-        draw_pairs(len(W[b]), seed, step, stream + b + TIDY_STREAM, 0, drawn)
+        draw_pairs_loop(len(W[b]), seed, step, stream + b + TIDY_STREAM, 0, drawn)
         orthonormalise_rows(W[b], drawn)
 
 

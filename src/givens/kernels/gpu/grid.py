@@ -1,14 +1,11 @@
-"""What the Triton kernels share: how they start, a barrier, the hash, the random pairing."""
+"""What the Triton kernels share: a barrier, the hash, the random pairing."""
 
 import functools
-import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from givens.kernels import GOLDEN, SHUFFLE_BITS, SHUFFLE_ROUNDS
 
@@ -110,85 +107,8 @@ def programs_at_once(device: torch.device, each: int, most: int) -> int:
 
 
 @functools.cache
-def _follows(device: torch.device) -> bool:
-    """Whether a kernel can be started before the one ahead of it has ended.
-
-    From Hopper on, with a Triton that can.
-    """
-    able = device.type == "cuda" and hasattr(tl.extra.cuda, "gdc_wait")
-    return able and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    device: torch.device,
-    *arguments: Any,
-    together: bool = True,
-    **options: Any,
-) -> None:
-    """Start a kernel; `together` if its programs wait for each other, so must all run at once.
-
-    To find the compiled one for its arguments, Triton takes longer than most of these kernels run.
-    What it has found is kept by all that it looks at, and started as it would start it.
-    """
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        # Triton launches on the current device, wherever the arguments are.
-        with torch.cuda.device(device):
-            launch(kernel, grid, device, *arguments, together=together, **options)
-        return
-    together = together and math.prod(grid) > 1
-    key = (kernel.fn, device, together, *map(_kind, arguments), *options, *options.values())
-    found = _found.get(key)
-    if found is None:
-        _find(key, kernel, grid, device, arguments, together, options)
-        return
-    compiled, constants = found
-    stream = driver.active.get_current_stream(device.index)
-    # The three are for hooks of Triton's own profiler, which is told of first launches alone.
-    how = compiled.function, compiled.packed_metadata, None, None, None
-    compiled.run(*(*grid, 1, 1)[:3], stream, *how, *arguments, *constants)
-
-
-# Compiled kernels, and their constants in order.
-_found: dict[Any, tuple[Any, list[Any]]] = {}
-
-
-def _find(
-    key: Any,
-    kernel: Any,
-    grid: tuple[int, ...],
-    device: torch.device,
-    arguments: Any,
-    together: bool,
-    options: Any,
-) -> None:
-    """Start a kernel by Triton itself, and keep what it has compiled."""
-    names = kernel.arg_names[len(arguments) :]
-    if "EARLY" in names:
-        options["EARLY"] = _follows(device)
-    if device.type == "cuda" and together:
-        options["launch_cooperative_grid"] = True
-    if options.get("EARLY"):
-        options["launch_pdl"] = True
-    compiled = kernel[grid](*arguments, **options)
-    # The interpreter compiles nothing.
-    if compiled is not None:
-        _found[key] = compiled, [options[name] for name in names]
-
-
-def _kind(argument: Any) -> Any:
-    """What Triton compiles for: types, which pointers and numbers 16 divides, which number is 1."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if type(argument) is int:
-        return argument == 1 or (argument % 16 == 0, argument.bit_length() > 31)
-    return type(argument)
 
 
 def power_of_2(least: int) -> int:

@@ -24,11 +24,11 @@ from givens.kernels.gpu.grid import (
     counters,
     follow,
     hashed,
-    launch,
     power_of_2,
     programs_at_once,
     unhashed,
 )
+from givens.kernels.gpu.launch import launch
 from givens.kernels.gpu.magnitudes import magnitudes_kernel
 
 NOTHING = tl.constexpr(-(2**63))
@@ -324,6 +324,18 @@ def match_kernel(
             else:
                 write_pairs(s, partner, pair, worth, n, VALUE, BLOCK)
             tl.debug_barrier()
+
+
+def match_nearly(magnitudes: Tensor, steepest: bool) -> Tensor:
+    """`pairing.match_nearly`, of a stack at once."""
+    n = magnitudes.shape[-1]
+    if n == 1:
+        return magnitudes.new_empty(*magnitudes.shape[:-2], 0, 2, dtype=torch.int64)
+    matcher = Matcher(magnitudes)
+    pairs = matcher.new_pairs()
+    match = matcher.steepest if steepest else matcher.greedy
+    match(magnitudes.contiguous(), pairs)
+    return pairs[:, : n // 2].long().view(*magnitudes.shape[:-2], n // 2, 2)
 
 
 class Matcher:

@@ -7,6 +7,7 @@ cores, each float32 as the sum of three TF32 numbers, which keeps the precision 
 X (count, subspaces·width), C (subspaces, codewords, width) → codes (count, subspaces).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from givens.kernels.gpu.grid import launch, power_of_2
+from givens import kernels
+from givens.kernels.gpu.grid import power_of_2
+from givens.kernels.gpu.launch import launch
+from givens.kmeans import Quantized, mean_square
 
 # The widest sub-vector: a program holds it whole.
 WIDEST = 256
+_TOO_WIDE = f"they take sub-vectors of width up to {WIDEST}"
 
 
 @triton.jit
@@ -107,11 +112,14 @@ def quantize_kernel(
         tl.atomic_add(usage + place, shares, mask=rows < count, sem="relaxed")
 
 
-def nearest(X: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and squared distances (N, D) of X (N, D·w) in codebooks (D, K, w), all float32.
+def assign(X: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
+    """`kmeans.assign`: codes and squared distances (N, D) of X (N, D·w), all float32.
 
     The codes are uint8 where K ≤ 256.
     """
+    if codebooks.shape[-1] > WIDEST:
+        plainly: Callable[..., tuple[Tensor, Tensor]] = kernels.fall_back("assign", _TOO_WIDE)
+        return plainly(X, codebooks)
     codes = _codes(X, codebooks)
     distances = torch.empty(codes.shape, dtype=torch.float32, device=X.device)
     _launch(nearest_kernel, X, codebooks, codes, distances)
@@ -120,18 +128,19 @@ def nearest(X: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize(
     X: Tensor, codebooks: Tensor, usage: Tensor | None = None, share: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes of X (N, D·w), their rows in the table of all codewords, these, and X without them.
-
-    Last the mean squared error of a vector, added up in whatever order. Codewords are NaN where X
-    is not finite. Every code adds its share to the usage (D, K).
-    """
+) -> Quantized:
+    """`kmeans.quantize`; the distortion is added up in any order unless torch forbids that."""
+    if codebooks.shape[-1] > WIDEST:
+        plainly: Callable[..., Quantized] = kernels.fall_back("quantize", _TOO_WIDE)
+        return plainly(X, codebooks, usage, share)
     codes, X = _codes(X, codebooks), X.contiguous()
     places = torch.empty(codes.numel(), dtype=torch.int32, device=X.device)
     words, errors, distortion = torch.empty_like(X), torch.empty_like(X), X.new_zeros(())
     found = codes, places, words, errors, distortion
     _launch(quantize_kernel, X, codebooks, *found, usage, share, COUNTED=usage is not None)
-    return found
+    if torch.are_deterministic_algorithms_enabled():
+        return Quantized(codes, places, words, errors, mean_square(errors))
+    return Quantized(*found)
 
 
 def _codes(X: Tensor, codebooks: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from givens.kernels.gpu.choosing import ROUNDS, fill_kernel, list_kernel, rounds_kernel
 from givens.kernels.gpu.exponential import finish_kernel, length_kernel
-from givens.kernels.gpu.grid import counters, launch, power_of_2, programs_at_once, shuffle_bits
+from givens.kernels.gpu.grid import counters, power_of_2, programs_at_once, shuffle_bits
+from givens.kernels.gpu.launch import launch
 from givens.kernels.gpu.moments import check_kernel, moments_kernel, product_kernel
 from givens.kernels.gpu.sweep import angles_kernel, tidy_kernel, turn_all_kernel
 

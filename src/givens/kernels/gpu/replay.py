@@ -1,6 +1,7 @@
 """A step as one CUDA graph: on a GPU its many launches take longer than its work."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,3 +63,9 @@ class Replay:
         with torch.cuda.graph(graph, stream=self.stream):
             output = function(*places)
         return graph, places, output
+
+
+def record(W: Tensor, once: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """`fixed.turns.record`: work on W, to be called at one step after another."""
+    again = Replay(W.device)
+    return lambda step: again(partial(once, step))

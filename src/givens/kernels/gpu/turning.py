@@ -16,13 +16,13 @@ from givens.kernels.gpu.grid import (
     barrier,
     counters,
     follow,
-    launch,
     permuted,
     power_of_2,
     programs_at_once,
     shuffle_bits,
     stream_key,
 )
+from givens.kernels.gpu.launch import launch
 from givens.kernels.gpu.moments import is_wrong_rate
 
 TIDY = tl.constexpr(TIDY_EVERY)

@@ -1,13 +1,18 @@
-"""The options of GCD: checked, their defaults filled in, and as plain numbers for a step."""
+"""What GCD takes: its options, as plain numbers for a step; matrices, gradients and saved states.
+
+All of it is checked here, so that what `optim` does with it keeps a rotation a rotation.
+"""
 
 import math
 from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from givens import kernels
 from givens.kernels import MOST_RATE
-from givens.pairing import Pairing, looks_away
+from givens.pairing import Pairing
+from givens.rotation import check_dtype, check_orthogonal, largest
 
 Adapt = Literal["adam", "matrix", "adagrad"]
 # Pairings for a gradient, unless told otherwise; and the most, but for "all".
@@ -37,7 +42,8 @@ class Options(NamedTuple):
     @property
     def by_plane(self) -> bool:
         """Whether D is known for all planes, and the angles are D's own."""
-        if looks_away(self.pairing):
+        # The others' planes share axes, or are chosen without looking at their derivatives.
+        if self.pairing not in ("greedy", "steepest"):
             return False
         return self.adapt == "adam" or (self.adapt is None and (self.turns > 1 or self.all_planes))
 
@@ -140,6 +146,77 @@ def check_rate(lr: float | Tensor, *, wait: bool) -> None:
 def is_rate(lr: float | Tensor) -> bool:
     """Whether a step can descend by this rate; waits for its device."""
     return 0 <= float(lr) <= MOST_RATE
+
+
+def check_matrix(name: str, W: Tensor) -> None:
+    """Refuse a parameter that GCD cannot turn."""
+    if W.ndim not in (2, 3) or W.shape[-1] != W.shape[-2] or W.numel() == 0:
+        raise ValueError(
+            f"GCD turns square matrices, (n, n) or stacks (b, n, n), but {name} has shape "
+            f"{tuple(W.shape)}; leave it to another optimizer, or, if its columns are to stay "
+            f"orthonormal, train a square givens.Rotation and use part of its columns"
+        )
+    if hasattr(W, "to_local"):
+        raise ValueError(
+            f"GCD turns whole matrices, but {name} is a DTensor, of which a rank has a part; "
+            "leave it out of fully_shard (ignored_params), and average its gradient over ranks"
+        )
+    check_dtype(name, W)
+    check_orthogonal(name, W)
+
+
+def check_layout(W: Tensor, G: Tensor, state: dict[str, Any]) -> None:
+    """Refuse what the loops cannot read."""
+    check_dtype("the matrix", W)
+    check_shapes(state, W)
+    if G.dtype != W.dtype or G.layout != torch.strided:
+        raise ValueError(f"the gradient must be dense and {W.dtype}, but got {G.layout} {G.dtype}")
+
+
+def check_state(state: dict[str, Any], W: Tensor) -> None:
+    """Refuse a state that would make W no rotation."""
+    check_shapes(state, W)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and not value.isfinite().all():
+            raise ValueError(f"the state must be finite, but {name} has NaN or infinite entries")
+        if name in ("step", "skipped") and not 0 <= int(value) < 1 << 31:
+            raise ValueError(f"{name} of a state must be in 0..2³¹−1, but got {int(value)}")
+
+
+def check_shapes(state: dict[str, Any], W: Tensor) -> None:
+    """Refuse a state that is of another matrix."""
+    for name in ("planes", "ambient", "momentum"):
+        if name in state and state[name].shape != W.shape:
+            raise ValueError(
+                f"the state must be of a {tuple(W.shape)} matrix, but {name} has shape "
+                f"{tuple(state[name].shape)}; make a new GCD for another matrix"
+            )
+
+
+def check_gradient(W: Tensor, G: Tensor, how: Options) -> None:
+    """Refuse, on a CPU, a gradient that would damage W; a device is not waited for."""
+    if W.device.type != "cpu":
+        return
+    most = largest(G)
+    if not most < math.inf:
+        raise ValueError(
+            f"the gradient of the {tuple(W.shape)} matrix has NaN or infinite entries; "
+            "no matrix was turned"
+        )
+    if most > gradient_limit(W, how):
+        raise ValueError(
+            f"the gradient of the {tuple(W.shape)} matrix has an entry of {most:.0e}, with which "
+            "derivatives overflow; no matrix was turned"
+        )
+
+
+def gradient_limit(W: Tensor, how: Options) -> float:
+    """The largest entry of a gradient with which no derivative, nor angle, overflows."""
+    limit = torch.finfo(W.dtype).max / (8 * math.sqrt(W.shape[-1]))
+    if how.adapt or (isinstance(how.lr, Tensor) and how.lr.device.type != "cpu"):
+        return limit
+    # The raw step has the gradient's size in its angles.
+    return limit / max(1.0, float(how.lr))
 
 
 def _are_betas(betas: Any) -> bool:

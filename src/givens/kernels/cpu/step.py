@@ -7,23 +7,22 @@ import torch
 from torch import Tensor
 
 from givens import kernels
+from givens.kernels.cpu import choosing, moments, sweep, turning
+from givens.optim import choose_pairs, choose_partners
+from givens.options import Options, check_gradient
+from givens.pairing import every_pairing_for
 from givens.rotation import turn_by_exponential_
-from givens.steps import (
-    buffers,
-    check_gradient,
-    choose_pairs,
-    choose_partners,
-    every_pairing,
-)
-from givens.steps.options import Options
 
 
 def step_(
-    W: Tensor, G: Tensor, state: dict[str, Any], how: Options, workspaces: dict[Any, Any]
+    W: Tensor,
+    G: Tensor,
+    state: dict[str, Any],
+    how: Options,
+    found_inf: Tensor | None,
+    workspaces: dict[Any, Any],
 ) -> None:
-    """`optim.step_`, compiled."""
-    from givens.kernels.cpu import turning
-
+    """`optim.step_`; it returned before where a GradScaler found infinity on this device."""
     t = state["step"] + 1
     n, b = W.shape[-1], 1 if W.ndim == 2 else len(W)
     rows, G = W.detach().contiguous(), G.contiguous()
@@ -42,7 +41,7 @@ def step_(
         if draw:
             pairs = np.empty((b, n // 2, 2), np.int64)
         else:
-            product = buffers(workspaces, _product, W)
+            product = kernels.reuse(workspaces, _product, W)
             pairs = choose_pairs(
                 rows.view(b, n, n), H.view(b, n, n), how, t, product=product
             ).numpy()
@@ -56,7 +55,7 @@ def step_(
         turning.tidy(w, how.seed, t, how.stream)
     state["step"] = t
     if W.is_contiguous():
-        kernels.written(W)
+        kernels.mark_written(W)
     else:
         W.detach().copy_(rows)
 
@@ -70,10 +69,8 @@ def _turn_planes(
     workspaces: dict[Any, Any],
 ) -> None:
     """`optim.turn_planes_`, one matrix after another."""
-    from givens.kernels.cpu import sweep
-
     b, n, _ = W.shape
-    P = torch.matmul(G, W.mT, out=buffers(workspaces, _product, W))
+    P = torch.matmul(G, W.mT, out=kernels.reuse(workspaces, _product, W))
     rate = float(how.rate(t))
     for k in range(b):
         ambient = None
@@ -98,8 +95,6 @@ def _update_moments(
     P: Tensor, planes: Tensor, ambient: Tensor, state: dict[str, Any], k: int, how: Options, t: int
 ) -> None:
     """`optim.unit_derivatives` of matrix k: above its diagonal P becomes D."""
-    from givens.kernels.cpu import moments
-
     n, (beta1, beta2) = len(P), how.betas
     foresight, misses = state["foresight"][k].numpy(), np.empty(2)
     known = 1 / (1 - beta1 ** (t - 1)) if t > 1 else 1.0
@@ -112,10 +107,8 @@ def _update_moments(
 
 def _partners(D: Tensor, how: Options, workspaces: dict[Any, Any]) -> Tensor:
     """`choose_partners` from what is above the diagonal of one D."""
-    from givens.kernels.cpu import choosing
-
     if how.all_planes:
-        everything: Tensor = buffers(workspaces, every_pairing, D)
+        everything: Tensor = kernels.reuse(workspaces, every_pairing_for, D)
         return everything
     if how.turns == 1 or D.dtype is not torch.float32:
         D = D.triu(1)

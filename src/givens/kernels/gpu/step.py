@@ -5,8 +5,12 @@ from typing import Any
 from torch import Tensor
 
 from givens import kernels, pairing
-from givens.steps import buffers, choose_partners, every_pairing, gradient_limit
-from givens.steps.options import Options
+from givens.kernels.gpu.matching import Matcher
+from givens.kernels.gpu.planes import Planes
+from givens.kernels.gpu.turning import Turner
+from givens.optim import choose_partners
+from givens.options import Options, gradient_limit
+from givens.pairing import every_pairing_for
 
 
 def step_(
@@ -24,7 +28,7 @@ def step_(
     turn = _turn_planes if how.by_plane else _turn_pairings
     turn(rows, G, state, how, found_inf, workspaces)
     if W.is_contiguous():
-        kernels.written(W)
+        kernels.mark_written(W)
     else:
         W.detach().copy_(rows)
 
@@ -38,10 +42,8 @@ def _turn_planes(
     workspaces: dict[Any, Any],
 ) -> None:
     """`optim.turn_planes_`; D is a product in TF32 where n is large (`kernels.gpu.planes`)."""
-    from givens.kernels.gpu.planes import Planes
-
     n = W.shape[-1]
-    planes = buffers(workspaces, Planes, W, 1 if how.by_products(n) else _rounds(n, how))
+    planes = kernels.reuse(workspaces, Planes, W, 1 if how.by_products(n) else _rounds(n, how))
     planes.check(G, how, found_inf, gradient_limit(W, how))
     planes.differentiate(W, G, state, how)
     if how.by_products(n):
@@ -50,7 +52,7 @@ def _turn_planes(
     if how.turns > 1 and not how.all_planes:
         planes.choose(state["step"], how.seed, how.stream)
     elif how.all_planes:
-        planes.take(buffers(workspaces, every_pairing, W))
+        planes.take(kernels.reuse(workspaces, every_pairing_for, W))
     else:
         planes.take(choose_partners(planes.D, how))
     planes.turn(W, state, how)
@@ -70,10 +72,7 @@ def _turn_pairings(
     The product that chooses the planes may use TF32; their angles come from float32 sums over the
     chosen rows alone.
     """
-    from givens.kernels.gpu.matching import Matcher
-    from givens.kernels.gpu.turning import Turner
-
-    turner = buffers(workspaces, Turner, W)
+    turner = kernels.reuse(workspaces, Turner, W)
     H = state["momentum"] if how.momentum else None
     skip = found_inf
     draw = how.pairing.endswith("random")
@@ -86,7 +85,7 @@ def _turn_pairings(
         wrong = ~(G.abs() <= gradient_limit(W, how)).all()
         skip = (wrong if found_inf is None else wrong | (found_inf != 0)).int()
     if not draw:
-        matcher = buffers(workspaces, Matcher, W)
+        matcher = kernels.reuse(workspaces, Matcher, W)
         magnitudes = matcher.magnitudes(G if H is None else H, W)
         if how.pairing == "greedy":
             matcher.greedy(magnitudes, turner.pairs)

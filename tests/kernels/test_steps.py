@@ -18,7 +18,7 @@ def test_compiled_equals_reference(n, pairing, options, stack):
     for backend in ("numba", "reference"):
         W = parameter(n, stack=stack)
         optimizer = givens.GCD([W], 0.05, pairing=pairing, seed=4, **options)
-        with givens.kernels.use(backend):
+        with givens.backend(backend):
             descend(W, optimizer, 20)
         results.append((W.detach(), optimizer.state_dict()["state"][0]))
     (fast, fast_state), (slow, slow_state) = results
