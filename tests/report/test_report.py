@@ -208,8 +208,8 @@ def test_users_are_kept_with_what_they_liked(folder):
     queries, held = checkpoint.load_users(folder / "frozen" / "users.safetensors")
     towers = checkpoint.load_towers(folder / "frozen" / "towers.safetensors")
     items = torch.nn.functional.normalize(towers["towers.items.weight"], dim=1)
-    found = evaluate.brute_force(queries, items, held, 100).items
-    told = evaluate.metrics(found, held, ITEMS)
+    found = evaluate.search_exact(queries, items, held, 100).items
+    told = evaluate.compute_metrics(found, held, ITEMS)
     assert told == pytest.approx(results(folder, "frozen")["full"])
 
 

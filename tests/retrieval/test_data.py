@@ -11,8 +11,8 @@ import torch
 import givens
 from givens.export.faiss import to_faiss
 from givens.retrieval import evaluate
-from givens.retrieval.batches import Asked, Examples
-from givens.retrieval.config import Config, suited
+from givens.retrieval.batches import Examples, Inputs
+from givens.retrieval.config import Config, config_for
 from givens.retrieval.data import Log, click_log, split
 from givens.retrieval.losses import hinge_loss, softmax_loss
 from givens.retrieval.readers import read
@@ -134,9 +134,9 @@ def test_protocol_by_hand():
     assert log.catalogue == 11
     assert np.diff(log.starts).tolist() == [11, 10, 10, 10, 10]
     examples = Examples(log, history=3, ahead=2)
-    held = examples.held(np.array([0]))
+    held = examples.hold_out(np.array([0]))
     # Times run backwards: items 11 … 1 as numbers 10 … 0; the first 5 of 11 are the history.
-    assert held.asked.history.tolist() == [[6, 7, 8]]
+    assert held.inputs.history.tolist() == [[6, 7, 8]]
     assert held.seen.tolist() == [6, 7, 8, 9, 10]
     assert held.truth.tolist() == [0, 1, 2, 3, 4, 5]
     assert held.sizes.tolist() == [6]
@@ -195,9 +195,9 @@ def test_losses_are_their_formulas():
 
 def test_metrics_and_rankings_against_plain_python():
     log = click_log(60, 40, 900, seed=3)
-    held = Examples(log, history=5, ahead=3).held(np.arange(60))
+    held = Examples(log, history=5, ahead=3).hold_out(np.arange(60))
     users, items = torch.randn(60, 8), torch.randn(40, 8)
-    ranking = evaluate.brute_force(users, items, held, 20)
+    ranking = evaluate.search_exact(users, items, held, 20)
     sums = dict.fromkeys(
         [f"{m}@{k}" for k in (5, 20) for m in ("precision", "recall", "ndcg")], 0.0
     )
@@ -218,7 +218,7 @@ def test_metrics_and_rankings_against_plain_python():
             sums[f"precision@{k}"] += len(hits) / k
             sums[f"recall@{k}"] += len(hits) / len(truth)
             sums[f"ndcg@{k}"] += sum(1 / math.log2(place + 2) for place in hits) / ideal
-    told = evaluate.metrics(ranking.items, held, 40, (5, 20))
+    told = evaluate.compute_metrics(ranking.items, held, 40, (5, 20))
     assert counted
     assert told == pytest.approx({name: value / counted for name, value in sums.items()})
 
@@ -252,7 +252,7 @@ def test_towers_give_unit_vectors_of_what_is_there(pool):
     for part in towers.parameters():
         torch.nn.init.normal_(part)
     log = click_log(50, 30, 600, words=11)
-    asked = Examples(log, history=6, ahead=2).held(np.arange(50)).asked
+    asked = Examples(log, history=6, ahead=2).hold_out(np.arange(50)).inputs
     users = towers.user(asked)
     assert torch.allclose(users.norm(dim=1), torch.ones(50))
     assert torch.allclose(towers.item().norm(dim=1), torch.ones(30))
@@ -433,9 +433,9 @@ def test_bytes_are_those_of_the_packed_code():
 def test_a_log_too_small_for_the_index():
     log = click_log(50, 100, 600)
     with pytest.raises(ValueError, match="at least as many items as codewords, but has 100"):
-        suited(log).check(log)
+        config_for(log).check(log)
     with pytest.raises(ValueError, match="history must be at least 1 where a log has no words"):
-        suited(log, codewords=16, history=0).check(log)
+        config_for(log, codewords=16, history=0).check(log)
     for arguments, message in (
         ((5, 100, 600), "users must be at least 10"),
         ((50, 100, 100), "clicks must be at least 10 for each user"),
@@ -453,7 +453,7 @@ def test_gradients_are_the_same_each_time():
     found = []
     for _ in range(8):
         towers.zero_grad()
-        towers.user(Asked(history)).square().mul(torch.arange(16)).sum().backward()
+        towers.user(Inputs(history)).square().mul(torch.arange(16)).sum().backward()
         found.append([part.grad for part in towers.pool.parameters()])
     torch.set_num_threads(threads)
     for other in found[1:]:
@@ -475,14 +475,14 @@ def test_an_item_between_two_codewords_may_have_either():
     for coarse in (torch.eye(3, 2) * 0.1, None):
         q = givens.Quantizer(torch.eye(2), codebooks, coarse, "ip")
         index, decoded = to_faiss(q, items), q.decode(q.encode(items))
-        assert torch.allclose(evaluate.as_indexed(index, items, decoded), decoded, atol=1e-6)
+        assert torch.allclose(evaluate.decode_as_indexed(index, items, decoded), decoded, atol=1e-6)
     # As near to the codeword 0 of the first subspace as to 1.
     items[7, 0] = 0.5
     served = torch.from_numpy(index.sa_decode(index.sa_encode(items.numpy())))
     for chosen in (0.0, 1.0):
         decoded[7, 0] = chosen
-        assert torch.equal(evaluate.as_indexed(index, items, decoded), served)
+        assert torch.equal(evaluate.decode_as_indexed(index, items, decoded), served)
     for wrong in (1 - decoded[7, 1], torch.nan):
         decoded[7, 1] = wrong
         with pytest.raises(ValueError, match="does not encode as the model does: 1 items"):
-            evaluate.as_indexed(index, items, decoded)
+            evaluate.decode_as_indexed(index, items, decoded)

@@ -12,7 +12,7 @@ from givens.cli import output as out
 from givens.cli.train import run_record
 from givens.paper.joint import NAMES
 from givens.report.runs import Folder
-from givens.retrieval.config import Method, suited
+from givens.retrieval.config import Method, config_for
 from givens.retrieval.data import click_log
 from givens.storage import files
 
@@ -47,7 +47,7 @@ def demo(
     with out.folder(output):
         files.check_writable(output / "report.html")
     log = click_log(**LOG)
-    config = suited(log, small=True, **{**OPTIONS, "seed": seed})
+    config = config_for(log, small=True, **{**OPTIONS, "seed": seed})
     typer.echo(log)
     total = (1 + REPORT) * (config.warmup + len(METHODS) * config.steps)
     with out.progress("warm-up") as bar:

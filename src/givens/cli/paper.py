@@ -254,7 +254,7 @@ def _configs(
     log: Any, sizes: tuple[int, ...], seeds: int, smoke: bool, **options: int | None
 ) -> list[Any]:
     """A configuration for each seed and size, the rates as they are for all."""
-    from givens.retrieval.config import suited
+    from givens.retrieval.config import config_for
 
     if seeds < 1:
         raise ValueError(f"--seeds must be at least 1, but got {seeds}")
@@ -266,7 +266,7 @@ def _configs(
         sizes = tuple(min(size, SMALL["subspaces"]) for size in sizes)
     chosen: dict[str, Any] = {name: options[name] for name in options if name != "subspaces"}
     return [
-        suited(log, **chosen, subspaces=size, seed=seed)
+        config_for(log, **chosen, subspaces=size, seed=seed)
         for seed in range(seeds)
         for size in dict.fromkeys(sizes)
     ]

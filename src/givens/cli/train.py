@@ -11,7 +11,7 @@ import typer
 from givens import distributed
 from givens.checks import check_number
 from givens.cli import output as out
-from givens.retrieval.config import Config, Method, Start, suited
+from givens.retrieval.config import Config, Method, Start, config_for
 from givens.retrieval.data import Log
 from givens.storage import files
 
@@ -123,7 +123,7 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
     if (output / CHECKPOINT).exists() and not resume:
         raise ValueError(f"{output} holds a run; go on with --resume, or choose another folder")
     log = click_log() if data is None else read(data)
-    config = suited(log, small=data is None, **options)
+    config = config_for(log, small=data is None, **options)
     config.check(log)
     if not distributed.is_first():
         trained(log, config, output, resume=resume, device=place)

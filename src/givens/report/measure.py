@@ -17,7 +17,7 @@ from givens.export.faiss import inverted, load_index, to_faiss
 from givens.quantizer import Quantizer, load
 from givens.report.runs import Folder
 from givens.retrieval import checkpoint, evaluate
-from givens.retrieval.batches import Held
+from givens.retrieval.batches import HeldOut
 
 # Queries are asked one after another for so long; a few before that fill the caches.
 SECONDS, BEFORE = 0.5, 20
@@ -59,7 +59,7 @@ class Measured:
 
     users: Float[Tensor, " u"]
     """Each test user's recall by the index."""
-    held: Held
+    held: HeldOut
     speeds: list[Speed]
     """The index, at each nprobe where it has lists; its FastScan form where it may have one; full
     precision last."""
@@ -118,7 +118,7 @@ def measured(run: Folder) -> Measured | None:
     return Measured(users, held, speeds, counts, turn)
 
 
-def recalls(found: Int[Tensor, "b k"], held: Held, catalogue: int) -> Float[Tensor, " u"]:
+def recalls(found: Int[Tensor, "b k"], held: HeldOut, catalogue: int) -> Float[Tensor, " u"]:
     """Each user's part of the truth that was found, of users that have one."""
     who = torch.arange(len(found))[:, None]
     hits = torch.isin(who * catalogue + found, held.truth) & (found >= 0)
@@ -150,7 +150,7 @@ def _check_together(
     quantizers: tuple[Quantizer, Quantizer | None],
     weight: Tensor,
     queries: Tensor,
-    held: Held,
+    held: HeldOut,
 ) -> None:
     """Refuse parts of which one does not go with the others."""
     dim, subspaces = run.options["dim"], run.options["subspaces"]
@@ -180,7 +180,7 @@ def _check_together(
         raise ValueError(f"sizes must be of {users} users, some above 0, but got {held.sizes}")
 
 
-def _speeds(index: Any, queries: Tensor, held: Held, k: int) -> Iterator[Speed]:
+def _speeds(index: Any, queries: Tensor, held: HeldOut, k: int) -> Iterator[Speed]:
     """The index on one thread; where it has lists, with 1, 2, 4, … of them looked into."""
     lists = inverted(index)
     if lists is None:
@@ -192,7 +192,7 @@ def _speeds(index: Any, queries: Tensor, held: Held, k: int) -> Iterator[Speed]:
         yield Speed(f"{nprobe} of {lists.nlist} lists", recall, rate)
 
 
-def _flat_speed(run: Folder, items: Tensor, queries: Tensor, held: Held, k: int) -> Speed:
+def _flat_speed(run: Folder, items: Tensor, queries: Tensor, held: HeldOut, k: int) -> Speed:
     """Brute force over the vectors themselves, by Faiss too."""
     import faiss
 
@@ -201,15 +201,15 @@ def _flat_speed(run: Folder, items: Tensor, queries: Tensor, held: Held, k: int)
     return Speed("full precision", run.found("full") or 0.0, _rate(flat, queries, held, k))
 
 
-def _recall(index: Any, queries: Tensor, held: Held, k: int) -> float:
+def _recall(index: Any, queries: Tensor, held: HeldOut, k: int) -> float:
     m = index.ntotal
     most = min(k + int(_seen(held, m, len(queries)).max()), m)
     scores, found = index.search(queries.numpy(), most)
     answers = evaluate.Ranking(torch.from_numpy(found), torch.from_numpy(scores))
-    return float(recalls(evaluate.unseen(answers, held, m, k).items, held, m).mean())
+    return float(recalls(evaluate.drop_seen(answers, held, m, k).items, held, m).mean())
 
 
-def _rate(index: Any, queries: Tensor, held: Held, k: int) -> float:
+def _rate(index: Any, queries: Tensor, held: HeldOut, k: int) -> float:
     """Queries a second, one after another on one thread, each for k items beside those seen."""
     wanted = (k + _seen(held, index.ntotal, len(queries))).clamp_max(index.ntotal).tolist()
     rows = list(zip(np.split(queries.numpy(), len(queries)), wanted, strict=True))
@@ -225,7 +225,7 @@ def _rate(index: Any, queries: Tensor, held: Held, k: int) -> float:
     return done / spent
 
 
-def _seen(held: Held, catalogue: int, users: int) -> Int[Tensor, " users"]:
+def _seen(held: HeldOut, catalogue: int, users: int) -> Int[Tensor, " users"]:
     """How many items each user has seen."""
     return torch.bincount(held.seen // catalogue, minlength=users)
 

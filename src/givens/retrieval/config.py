@@ -134,7 +134,7 @@ class Config:
             )
 
 
-def suited(log: Log, *, small: bool = False, **options: Any) -> Config:
+def config_for(log: Log, *, small: bool = False, **options: Any) -> Config:
     """A configuration for a log: all that is not given is chosen by its size.
 
     Args:
@@ -156,7 +156,7 @@ def suited(log: Log, *, small: bool = False, **options: Any) -> Config:
     return Config(**chosen)
 
 
-def difference(saved: dict[str, Any], config: Config) -> str | None:
+def find_difference(saved: dict[str, Any], config: Config) -> str | None:
     """The first option in which a saved configuration is another one, in words."""
     for name, value in dataclasses.asdict(config).items():
         if saved.get(name) != value:

@@ -117,11 +117,11 @@ def split(
     # Where a click stands among all by time, so that no clock's scale matters.
     places = np.empty(len(order), np.float32)
     places[np.argsort(time[order], kind="stable")] = np.linspace(0, 1, len(order), dtype=np.float32)
-    log = held(name, counts, items.astype(np.int32), places, held_out=held_out, seed=seed)
+    log = hold_out(name, counts, items.astype(np.int32), places, held_out=held_out, seed=seed)
     return dataclasses.replace(log, names=names)
 
 
-def held(
+def hold_out(
     name: str,
     counts: Int[np.ndarray, " users"],
     items: Int[np.ndarray, " clicks"],
@@ -147,9 +147,9 @@ def held(
     seen = np.zeros(catalogue or int(items.max()) + 1, bool)
     seen[items[np.repeat(trained, counts)]] = True
     for user in (valid, test):
-        asked = np.zeros(users, bool)
-        asked[user] = True
-        if not seen[items[np.repeat(asked, counts)]].any():
+        chosen = np.zeros(users, bool)
+        chosen[user] = True
+        if not seen[items[np.repeat(chosen, counts)]].any():
             raise ValueError(
                 f"{name} cannot be learned: every item of the {len(user)} held-out users is seen "
                 "by them alone"
@@ -219,7 +219,7 @@ def click_log(
         said = (tastes * words).astype(np.int32)
         wrong = rng.random(said.shape) < WRONG
         said[wrong] = rng.integers(0, words, int(wrong.sum()))
-    return held(
+    return hold_out(
         "built-in", counts, clicked, times.astype(np.float32), said, catalogue=items, seed=seed
     )
 
