@@ -112,7 +112,7 @@ def _sealed() -> list[Target]:
         return digest(*vars(Progress.load(path)).values())
 
     log = click_log(300, 120, 6000)
-    run = State(log, config_for(log, small=True, dim=16, subspaces=4, codewords=16, batch=32))
+    run = State(log, config_for(log, size="small", dim=16, subspaces=4, codewords=16, batch=32))
 
     def resumed(path: Path) -> str:
         checkpoint.load(run, path)

@@ -142,6 +142,42 @@ def test_protocol_by_hand():
     assert held.sizes.tolist() == [6]
 
 
+def test_other_rules_and_what_they_leave_out():
+    user = np.repeat(np.arange(8), [12, 9, 6, 6, 6, 6, 5, 4])
+    item = np.concatenate([np.arange(count) for count in np.bincount(user)])
+    rating = np.full(len(user), 3.0)
+    rating[:10] = 2.5
+    log = split(user, item, rating, min_rating=3.0, min_items=6)
+    # User 0 keeps 2 of 12 rows; users 6 and 7 never had 6.
+    assert log.users == 5
+    assert np.diff(log.starts).tolist() == [9, 6, 6, 6, 6]
+    assert log.rules == {"min_rating": 3, "min_items": 6}
+    assert str(log.selection) == (
+        "3 of 8 users have under 6 items rated 3 or more, 10 of 54 ratings are below 3"
+    )
+    assert log.selection.drops
+    everything = split(user, item, min_items=4)
+    assert everything.users == 8
+    assert not everything.selection.drops
+    assert str(everything.selection) == "0 of 8 users have under 4 items"
+    assert click_log(50, 100, 600).rules == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_items": 1}, "min_items must be at least 2, but got min_items=1"),
+        ({"min_items": 99}, "none has 99 items rated 4 or more in 120 rows; lower min_items or"),
+        ({"min_rating": 9.0}, "none has 10 items rated 9 or more in 120 rows; lower min_items or"),
+        ({"min_rating": math.nan}, "min_rating must be finite"),
+    ],
+)
+def test_bad_rules(options, message):
+    user, item, rating, _ = np.array(rows()).T
+    with pytest.raises(ValueError, match=message):
+        split(user, item, rating, **options)
+
+
 def test_examples_are_of_the_past_and_targets_of_the_near_future():
     # Every user clicks on one run of 30 numbers, so that places can be read off the items.
     users = 20
@@ -428,6 +464,18 @@ def test_bad_options(options, message):
 def test_bytes_are_those_of_the_packed_code():
     for codewords, size in ((256, 8), (200, 8), (16, 4), (17, 5), (2, 1)):
         assert Config(dim=64, subspaces=8, codewords=codewords).bytes == size
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_sizes_are_configurations():
+    log = click_log(50, 100, 600)
+    assert config_for(log) == config_for(log, size="large") == Config()
+    small, medium = (config_for(log, size=size) for size in ("small", "medium"))
+    assert small.dim < medium.dim < Config().dim
+    assert small.total < medium.total <= Config().total
+    assert config_for(log, size="small", dim=32, lr=None).dim == 32
+    with pytest.raises(ValueError, match="size must be one of 'small', 'medium', 'large', but got"):
+        config_for(log, size="huge")
 
 
 def test_a_log_too_small_for_the_index():

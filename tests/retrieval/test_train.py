@@ -20,7 +20,7 @@ from givens.kernels.gpu import replay
 from givens.retrieval import checkpoint, evaluate
 from givens.retrieval.batches import Examples
 from givens.retrieval.config import Config, Method
-from givens.retrieval.data import click_log
+from givens.retrieval.data import click_log, split
 from givens.retrieval.evaluate import Evaluator
 from givens.retrieval.state import State
 from givens.retrieval.train import train
@@ -308,6 +308,17 @@ def test_a_checkpoint_of_another_log_is_refused(log, tmp_path):
     other = click_log(600, 300, 12_000, seed=5)
     with pytest.raises(ValueError, match="was made from another log"):
         train(other, changed(steps=0, warmup=20), tmp_path, resume=True)
+
+
+def test_other_rules_are_refused_even_where_they_keep_the_same_rows(tmp_path):
+    rng = np.random.default_rng(0)
+    user, item = np.repeat(np.arange(100), 20), rng.integers(0, 60, 2000)
+    first, other = (split(user, item, min_items=least) for least in (10, 12))
+    assert first.fingerprint == other.fingerprint
+    config = changed(warmup=2, steps=0)
+    train(first, config, tmp_path)
+    with pytest.raises(ValueError, match="was made with min_items=10, but got min_items=12; give"):
+        train(other, config, tmp_path, resume=True)
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(log, tmp_path):

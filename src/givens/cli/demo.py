@@ -47,7 +47,7 @@ def demo(
     with out.folder(output):
         files.check_writable(output / "report.html")
     log = click_log(**LOG)
-    config = config_for(log, small=True, **{**OPTIONS, "seed": seed})
+    config = config_for(log, size="small", **{**OPTIONS, "seed": seed})
     typer.echo(log)
     total = (1 + REPORT) * (config.warmup + len(METHODS) * config.steps)
     with out.progress("warm-up") as bar:

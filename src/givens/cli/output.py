@@ -8,7 +8,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,25 @@ PARTS = (".faiss", ".jsonl", ".lists", ".safetensors")
 NAMED = ("config.json", "manifest.json", "results.json")
 # Seconds between two lines of progress where there is no terminal.
 LINE_EVERY = 30.0
+# What `undo` calls: an interrupt ends the process without leaving its `with` blocks.
+_undoing: list[Callable[[], object]] = []
+
+
+def undo() -> None:
+    """Take away what a command that is not over shows and has begun: bars and empty folders."""
+    for call in reversed(_undoing):
+        with suppress(OSError):
+            call()
+
+
+@contextmanager
+def _undone_by(call: Callable[[], object]) -> Iterator[None]:
+    """Have `undo` call this, inside the block."""
+    _undoing.append(call)
+    try:
+        yield
+    finally:
+        _undoing.remove(call)
 
 
 def command(*words: object) -> str:
@@ -51,7 +70,7 @@ def progress(description: str) -> Iterator[Any]:
         with Lines(description) as lines:
             yield lines
         return
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar, _undone_by(bar.stop):
         yield Bar(bar, bar.add_task(description, total=None))
 
 
@@ -259,17 +278,24 @@ def beside(path: Path) -> Path:
 def folder(path: Path) -> Iterator[None]:
     """A folder of results, made unless it is there; taken away if an error leaves it empty."""
     made = [one for one in (path, *path.parents) if not one.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"--output must be a folder, but {path} is a file or in one") from error
-    try:
-        yield
-    except BaseException:
+
+    def remove() -> None:
         for one in made:
             with suppress(OSError):
                 one.rmdir()
-        raise
+
+    with _undone_by(remove):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(
+                f"--output must be a folder, but {path} is a file or in one"
+            ) from error
+        try:
+            yield
+        except BaseException:
+            remove()
+            raise
 
 
 def size(path: Path) -> str:

@@ -35,7 +35,7 @@ def run(runs: Runs, made: dict[str, Log], options: dict[str, Any], seeds: int) -
                 for start in STARTS:
                     for method in ("frozen", "gcd-greedy"):
                         config = dataclasses.replace(
-                            config_for(log, small=True, **options),
+                            config_for(log, size="small", **options),
                             method=method,
                             start=start,  # type: ignore[arg-type]
                             fixed_items=fixed,

@@ -36,6 +36,7 @@ def save(state: State, path: Path) -> None:
     about = {
         "config": dataclasses.asdict(state.config),
         "log": state.log.fingerprint,
+        "rules": state.log.rules,
         "step": state.step,
         "joint": state.joint,
         "best": {"recall": state.best.recall, "step": state.best.step},
@@ -55,7 +56,8 @@ def load(state: State, path: Path) -> None:
 
 
 def _restore(state: State, path: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    if other := find_difference(about["config"], state.config):
+    options, given = about["config"] | about["rules"], dataclasses.asdict(state.config)
+    if other := find_difference(options, given | state.log.rules):
         raise ValueError(f"{path} was made with {other}; give the same options or another folder")
     if about["log"] != state.log.fingerprint:
         raise ValueError(f"{path} was made from another log than {state.log.name}")

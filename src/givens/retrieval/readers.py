@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from givens.checks import check_seed, check_whole
-from givens.retrieval.data import HELD_OUT, Log, split
+from givens.retrieval.data import HELD_OUT, MIN_ITEMS, MIN_RATING, Log, split
 
 REVIEW = ("reviewerID", "asin", "overall", "unixReviewTime")
 # What a header may call its columns, in the order user, item, rating, time.
@@ -46,8 +46,23 @@ Table = list[NDArray[Any] | None]
 """Users, items, ratings and times; the last two may be missing."""
 
 
-def read(path: str | Path, *, held_out: int = HELD_OUT, seed: int = 0) -> Log:
-    """The log in a folder or file, its layout found out by the names in it."""
+def read(
+    path: str | Path,
+    *,
+    min_rating: float = MIN_RATING,
+    min_items: int = MIN_ITEMS,
+    held_out: int = HELD_OUT,
+    seed: int = 0,
+) -> Log:
+    """Read the log in a folder or file, whose layout follows from its names and first line.
+
+    Args:
+        path: the folder or file.
+        min_rating: rows with lower ratings are left out; without ratings every row counts.
+        min_items: users with fewer rows than this are left out.
+        held_out: users for validation, and as many for the test; a fifth where there are few.
+        seed: of the draw of held-out users.
+    """
     check_whole("held_out", held_out, 1)
     check_seed(seed)
     path = Path(path)
@@ -60,7 +75,17 @@ def read(path: str | Path, *, held_out: int = HELD_OUT, seed: int = 0) -> Log:
         if values is not None and not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ValueError(f"{path} must have finite {what}s, but row {row} has {values[row]}")
-    return split(user, item, rating, time, name=path.name, held_out=held_out, seed=seed)
+    return split(
+        user,
+        item,
+        rating,
+        time,
+        name=path.name,
+        min_rating=min_rating,
+        min_items=min_items,
+        held_out=held_out,
+        seed=seed,
+    )
 
 
 def _table(path: Path) -> Table:

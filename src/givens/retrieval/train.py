@@ -41,8 +41,8 @@ CHECKPOINT = "checkpoint.safetensors"
 Tell = Callable[[Row], object]
 
 
-def ignore(row: Row) -> None:
-    """Do nothing with a row."""
+def ignore(value: object) -> None:
+    """Do nothing with a row or a step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +69,7 @@ def train(
     start: Quantizer | None = None,
     device: torch.device | str = "cpu",
     tell: Tell = ignore,
+    progress: Callable[[int], object] = ignore,
 ) -> Trained:
     """Train towers and index, and measure them on the test users.
 
@@ -82,6 +83,7 @@ def train(
             phase.
         device: where to train.
         tell: called with the row of every evaluation on the validation users, on the first rank.
+        progress: called with the number of every step taken, on the first rank.
     """
     # Before the work: a missing package.
     import givens.export.faiss  # noqa: F401
@@ -95,7 +97,7 @@ def train(
     trainer, evaluator = _prepare(state)
     trainer.check_ranks()
     if not distributed.is_first():
-        folder, tell = None, ignore
+        folder, tell, progress = None, ignore, ignore
     saver = Saver(state, folder)
     with open_board(folder, state.step) as show:
 
@@ -104,7 +106,7 @@ def train(
             saver.save()
             tell(row)
 
-        _learn(trainer, evaluator, config.warmup, keep)
+        _learn(trainer, evaluator, config.warmup, keep, progress)
         # Without steps of the joint phase, the index stays as it starts.
         has_index = config.steps > 0 or config.method != "post-hoc"
         if state.step == config.warmup and not state.joint and has_index:
@@ -115,7 +117,7 @@ def train(
             if not config.steps:
                 saver.save()
             tell(row)
-        _learn(trainer, evaluator, config.total, keep)
+        _learn(trainer, evaluator, config.total, keep, progress)
     quantizer = trainer.finish()
     results = distributed.from_first(lambda: _write_results(evaluator, quantizer, folder))
     return Trained(state.towers, quantizer, state.start, state.rows, results)
@@ -144,11 +146,18 @@ def _prepare(state: State) -> tuple[Trainer, Evaluator]:
     return Trainer(state, examples), Evaluator(state, examples)
 
 
-def _learn(trainer: Trainer, evaluator: Evaluator, until: int, tell: Tell) -> None:
+def _learn(
+    trainer: Trainer,
+    evaluator: Evaluator,
+    until: int,
+    tell: Tell,
+    progress: Callable[[int], object] = ignore,
+) -> None:
     """Take steps until this one, and evaluate now and then and at the end of a phase."""
     state, c = trainer.state, trainer.state.config
     while state.step < until:
         trainer.advance()
+        progress(state.step)
         if state.step % c.every == 0 or state.step in (c.warmup, c.total):
             tell(evaluator.evaluate(trainer.take_losses()))
 
