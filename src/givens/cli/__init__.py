@@ -100,7 +100,9 @@ def main() -> None:
         if RESUMED & {*sys.argv[1:2]}:
             again += ", with --resume to go on from where its state was last saved"
         line = f"interrupted; nothing is left half-written, {again}"
-        leave: Callable[[int], object] = os._exit if command.is_alive() else sys.exit
+        leave: Callable[[int], object] = sys.exit
+        if command.is_alive():
+            leave = os._exit
         _fail(line, 128 + error.args[0], LOST, leave)
     except OSError as error:
         # "q.safetensors: No space left on device", without the number.

@@ -10,9 +10,8 @@ import typer
 
 from givens.cli import output as out
 from givens.cli.train import run_record
-from givens.paper.joint import NAMES
 from givens.report.runs import Folder
-from givens.retrieval.config import Method, config_for
+from givens.retrieval.config import LABELS, Method, config_for
 from givens.retrieval.data import click_log
 from givens.storage import files
 
@@ -39,8 +38,8 @@ def demo(
 
     Example: givens demo -o demo
     """
-    from givens.report.findings import findings
-    from givens.report.page import report
+    from givens.report.findings import describe_findings
+    from givens.report.page import write_report
     from givens.retrieval.train import train, warm_up
 
     began = time.perf_counter()
@@ -59,16 +58,16 @@ def demo(
             start = time.perf_counter()
             chosen = dataclasses.replace(config, method=method)
             folder = output / method
-            tell = whole.part(NAMES[method], config.warmup, config.steps)
+            tell = whole.part(LABELS[method], config.warmup, config.steps)
             train(log, chosen, folder, towers=towers, tell=tell)
             spent = time.perf_counter() - start
             about = run_record(chosen, log, "cpu", None)
             files.write_json(folder / "config.json", {**about, "seconds": spent})
-            typer.echo(f"{NAMES[method]}: {config.steps:,} steps and its index, {spent:.0f} s")
-        entries = report([output / method for method in METHODS], output / "report.html")
+            typer.echo(f"{LABELS[method]}: {config.steps:,} steps and its index, {spent:.0f} s")
+        entries = write_report([output / method for method in METHODS], output / "report.html")
     runs = {entry.run.method: entry.run for entry in entries}
     _show(runs, 4 * config.dim)
-    for line in findings(entries):
+    for line in describe_findings(entries):
         typer.echo(f"• {line}")
     run = output / "gcd"
     asked = f"{run}/users.safetensors:queries"

@@ -20,6 +20,18 @@ Method = Literal[
     "gcd-steepest",
     "post-hoc",
 ]
+LABELS: dict[str, str] = {
+    "frozen": "frozen (the baseline)",
+    "cayley": "Cayley",
+    "expm": "matrix exponential",
+    "penalty": "penalty",
+    "gcd": "GCD",
+    "gcd-random": "GCD-R",
+    "gcd-greedy": "GCD-G",
+    "gcd-steepest": "GCD-S",
+    "post-hoc": "Faiss OPQ afterwards",
+}
+"""What tables and pictures call the methods."""
 Start = Literal["opq", "identity", "random"]
 Loss = Literal["softmax", "hinge"]
 Size = Literal["small", "medium", "large"]
