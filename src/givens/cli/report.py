@@ -32,5 +32,5 @@ def report(
         entries = write_report(runs, output, tell=bar.advance)
     for line in describe_findings(entries):
         typer.echo(line)
-    typer.echo(f"Written: {output} ({out.size(output)}), of {len(entries)} runs")
+    typer.echo(f"Written: {output} ({out.format_size(output)}), of {len(entries)} runs")
     typer.echo(f"Next: open {output} in a browser")

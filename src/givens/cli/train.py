@@ -189,9 +189,9 @@ def _train(
     typer.echo(
         f"Written in {spent:.0f} s: {output}/ (config.json, metrics.jsonl, results.json, "
         f"towers.safetensors, quantizer.safetensors, {'' if data is None else 'items.txt, '}"
-        f"index.faiss of {out.size(index)})\n"
-        f"Next: {out.command('givens', 'report', output, '-o', 'report.html')}, "
-        f"{out.command('tensorboard', '--logdir', output)}"
+        f"index.faiss of {out.format_size(index)})\n"
+        f"Next: {out.quote_command('givens', 'report', output, '-o', 'report.html')}, "
+        f"{out.quote_command('tensorboard', '--logdir', output)}"
     )
 
 
@@ -257,7 +257,7 @@ def run_record(config: Config, log: Log, device: str, data: Path | None) -> dict
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
     if not distributed.alone():
         options["ranks"] = distributed.count()
-    about = out.record(config.seed, device, data=data and str(data), **log.rules, **options)
+    about = out.make_record(config.seed, device, data=data and str(data), **log.rules, **options)
     if log.selection is not None:
         about["selection"] = dataclasses.asdict(log.selection)
     return {**about, "log": str(log)}

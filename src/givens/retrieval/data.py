@@ -278,7 +278,7 @@ def click_log(
     at += rng.laplace(0, min(SPREAD, AROUND / items), clicks)
     stray = rng.random(clicks) < STRAY
     at[stray] = rng.random(int(stray.sum()))
-    clicked = _on_ring(at % 1, times, items, drift, rng)
+    clicked = _find_on_ring(at % 1, times, items, drift, rng)
     said = None
     if words:
         said = (tastes * words).astype(np.int32)
@@ -289,7 +289,7 @@ def click_log(
     )
 
 
-def _on_ring(
+def _find_on_ring(
     at: NDArray[np.float64],
     times: NDArray[np.float64],
     items: int,
