@@ -8,6 +8,9 @@
 | KGAT | `train.txt` and `test.txt`: user item item … |
 | plain rows | one `.txt`, `.tsv`, `.csv` or `.inter`, under a header or in the order user item \
 [[rating] time]; or user item item … |
+
+Rows are parsed by hand: pyarrow's CSV reader is faster, but an optional extra, which knows neither
+`::` nor lines of different lengths, and plain logs should need no extra.
 """
 
 import contextlib
