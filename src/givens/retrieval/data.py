@@ -149,10 +149,10 @@ def split(
         rating: of each row; without ratings every row counts.
         time: of each row.
         name: of the log, for messages.
-        min_rating: rows with lower ratings are left out.
-        min_items: users with fewer rows than this are left out.
-        held_out: users for validation, and as many for the test; a fifth where there are few.
-        seed: of the draw of held-out users.
+        min_rating: the rule of `readers.read`, as all that follow.
+        min_items: users with fewer rows go.
+        held_out: how many users each for validation and test.
+        seed: of their draw.
     """
     check_number("min_rating", min_rating, -LARGEST)
     # One for the history, one for the truth.
