@@ -35,9 +35,9 @@ from givens.fixed.fit import Progress
 from givens.paper import rows as paper_rows
 from givens.report.runs import read_runs
 from givens.retrieval import checkpoint, readers
-from givens.retrieval.config import suited
+from givens.retrieval.config import config_for
 from givens.retrieval.data import click_log
-from givens.retrieval.run import Run
+from givens.retrieval.state import State
 from givens.storage import vectors
 
 SLOW = 2.0
@@ -112,7 +112,7 @@ def _sealed() -> list[Target]:
         return digest(*vars(Progress.load(path)).values())
 
     log = click_log(300, 120, 6000)
-    run = Run(log, suited(log, small=True, dim=16, subspaces=4, codewords=16, batch=32))
+    run = State(log, config_for(log, size="small", dim=16, subspaces=4, codewords=16, batch=32))
 
     def resumed(path: Path) -> str:
         checkpoint.load(run, path)

@@ -75,7 +75,7 @@ def content(name: str, what: Any, *_: Any) -> str:
 # The tables: over the rows, the test that has them, and how what it is given is written.
 TABLES: tuple[tuple[str, str, str, Callable[..., str]], ...] = (
     ("givens …", "test_cli", "test_bad_input_is_one_line_and_leaves_nothing", command("givens")),
-    ("givens train", "test_cli", "test_train_bad_input_is_one_line", command("givens train")),
+    ("givens train", "test_train_cli", "test_train_bad_input_is_one_line", command("givens train")),
     ("Click logs", "retrieval.test_data", "test_bad_files", file),
     ("Config, of a training run", "retrieval.test_data", "test_bad_options", options("Config")),
     ("Folders of runs", "report.test_report", "test_folders_that_are_not_whole", content),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import givens
-from givens import optim, options, pairing, steps
+from givens import optim, options, pairing
 from givens.kernels.cpu import step as cpu
 
 EPS = {torch.float32: 1e-6, torch.float64: 1e-14}
@@ -44,7 +44,7 @@ def test_step_is_what_the_page_says(turns, follow, backend, monkeypatch):
     chosen = []
 
     def remember(D, how):
-        chosen.append(steps.choose_partners(D, how)[0])
+        chosen.append(optim.choose_partners(D, how)[0])
         return chosen[-1][None]
 
     for module in (optim, cpu):

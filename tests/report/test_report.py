@@ -25,15 +25,14 @@ from typer.testing import CliRunner
 import givens
 from givens.cli import app
 from givens.cli.train import run_record
-from givens.paper.joint import NAMES
 from givens.report import measure
-from givens.report.findings import Entry, findings
-from givens.report.measure import measured, turned
-from givens.report.page import page, report
+from givens.report.findings import Entry, describe_findings
+from givens.report.measure import compare_rotations, measure_run
+from givens.report.page import render_page, write_report
 from givens.report.runs import Folder, read_runs
 from givens.report.svg import Axis, Scale, Series, chart, heat_map, log_ticks, round_ticks
 from givens.retrieval import checkpoint, evaluate
-from givens.retrieval.config import Config, Method
+from givens.retrieval.config import LABELS, Config, Method
 from givens.retrieval.data import click_log
 from givens.retrieval.train import train, warm_up
 from givens.rotation import random_rotation, rotate_pairs_
@@ -92,7 +91,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def three(folder):
     """The page of the three methods, and what was measured."""
-    entries = report([folder / method for method in METHODS], folder / "report.html")
+    entries = write_report([folder / method for method in METHODS], folder / "report.html")
     return (folder / "report.html").read_text("utf-8"), entries
 
 
@@ -136,7 +135,7 @@ def test_the_table_has_the_runs_numbers(folder, three):
             # Of the same step.
             kept = next(row for row in entry.run.joint if row["step"] == told["best_step"])
             assert kept["distortion"] == pytest.approx(told["distortion"], rel=1e-4)
-        assert rows[NAMES[method]] == [
+        assert rows[LABELS[method]] == [
             f"{told['distortion']:.4f}",
             f"{100 * told['index']['recall@100']:.2f} %",
             f"{100 * told['full']['recall@100']:.2f} %",
@@ -158,9 +157,9 @@ def test_every_look_is_a_point(folder, three):
         rows = [row for row in map(json.loads, lines) if row["phase"] == "joint"]
         assert [row["step"] for row in rows] == [20, 30, 40, 50, 60]
         for row in rows:
-            point = f"{NAMES[method]}: step {row['step']}, distortion {row['distortion']:.4g}"
+            point = f"{LABELS[method]}: step {row['step']}, distortion {row['distortion']:.4g}"
             assert f"<title>{html.escape(point)}</title>" in text
-            point = f"{NAMES[method]}: step {row['step']}, recall {100 * row['recall']:.1f} %"
+            point = f"{LABELS[method]}: step {row['step']}, recall {100 * row['recall']:.1f} %"
             assert f"<title>{html.escape(point)}</title>" in text
 
 
@@ -196,7 +195,7 @@ def test_what_is_measured_is_what_was_trained(folder, three):
 
 def test_lists_are_looked_into_one_after_another(folder):
     (run,) = read_runs([folder / "lists"])
-    seen = measured(run)
+    seen = measure_run(run)
     ways = [f"{nprobe} of 8 lists" for nprobe in (1, 2, 4, 8)]
     assert [speed.way for speed in seen.speeds] == [*ways, "full precision"]
     recalls = [speed.recall for speed in seen.speeds[:-1]]
@@ -208,8 +207,8 @@ def test_users_are_kept_with_what_they_liked(folder):
     queries, held = checkpoint.load_users(folder / "frozen" / "users.safetensors")
     towers = checkpoint.load_towers(folder / "frozen" / "towers.safetensors")
     items = torch.nn.functional.normalize(towers["towers.items.weight"], dim=1)
-    found = evaluate.brute_force(queries, items, held, 100).items
-    told = evaluate.metrics(found, held, ITEMS)
+    found = evaluate.search_exact(queries, items, held, 100).items
+    told = evaluate.compute_metrics(found, held, ITEMS)
     assert told == pytest.approx(results(folder, "frozen")["full"])
 
 
@@ -222,7 +221,7 @@ def test_the_angles_are_those_of_the_planes_that_were_turned(tmp_path):
     givens.Quantizer(rotate_pairs_(R.clone(), pairs, angles), codebooks).save(
         tmp_path / "quantizer.safetensors"
     )
-    turn = turned(*(givens.load(tmp_path / f"{end}.safetensors") for end in ENDS))
+    turn = compare_rotations(*(givens.load(tmp_path / f"{end}.safetensors") for end in ENDS))
     expected = torch.tensor([1.2, 0.5, 0.02, 0]).rad2deg()
     assert torch.allclose(turn.angles, expected.double(), atol=1e-3)
     assert turn.moved
@@ -237,14 +236,14 @@ def test_what_was_turned_is_told(three):
     assert not frozen.moved
     assert learned.moved
     assert afterwards is None
-    assert "frozen (the baseline): R was not turned, it is where it started." in text
+    assert "; that of frozen (the baseline) is where it started." in text
     assert f"up to {float(learned.angles[0]):.1f}°" in text
     assert text.count('<img class="heat"') == 1
 
 
 def test_findings_are_computed_from_the_runs(folder, three):
     _, entries = three
-    lines = findings(entries)
+    lines = describe_findings(entries)
     told = {method: results(folder, method) for method in METHODS}
     change = 100 * (told["gcd"]["distortion"] / told["frozen"]["distortion"] - 1)
     way = "lower" if change < 0 else "higher"
@@ -254,21 +253,21 @@ def test_findings_are_computed_from_the_runs(folder, three):
         low, high = map(float, re.search(r"difference: (\S+) to (\S+) points", line).groups())
         assert (low + high) / 2 == pytest.approx(100 * (mine - other), abs=0.01)
         assert f"test users is {100 * mine:.1f} %" in line
-        assert f" the {100 * other:.1f} % " in line
+        assert re.search(rf"(than the|against) {100 * other:.1f} % ", line)
     assert all(line.startswith("GCD: ") for line in lines)
 
 
 @pytest.mark.parametrize(
     ("gain", "spread", "words"),
     [
-        (0.05, 0.1, "5.0 points higher than the 20.0 % with the rotation frozen (95 % interval"),
-        (-0.05, 0.1, "5.0 points lower than the 20.0 % with the rotation frozen (95 % interval"),
-        (0.005, 0.1, "is 20.5 %, not clearly other than the 20.0 % with the rotation frozen (95 %"),
+        (0.05, 0.1, "5.0 points higher than the 20.0 % with the rotation frozen (95 % confidence"),
+        (-0.05, 0.1, "5.0 points lower than the 20.0 % with the rotation frozen (95 % confidence"),
+        (0.005, 0.1, "is 20.5 %, against 20.0 % with the rotation frozen: no significant diff"),
         (
             0.008,
             0.1,
-            "not clearly other than the 20.0 % with the rotation frozen (95 % interval of "
-            "the difference: -0.18 to +1.78 points).",
+            "against 20.0 % with the rotation frozen: no significant difference (95 % confidence "
+            "interval of the difference: -0.18 to +1.78 points).",
         ),
     ],
 )
@@ -282,14 +281,46 @@ def test_a_difference_within_its_error_is_not_called_one(three, gain, spread, wo
         run = Folder(**{**vars(entry.run), "results": {**entry.run.results, **recall}})
         seen = measure.Measured(**{**vars(entry.seen), "users": users})
         entries.append(Entry(run, seen))
-    assert words in findings(entries)[1]
+    assert words in describe_findings(entries)[1]
+
+
+def test_an_index_worse_than_popularity_is_said_first(folder, tmp_path):
+    shutil.copytree(folder / "frozen", tmp_path / "run")
+    (run,) = read_runs([tmp_path / "run"])
+    entry = Entry(run, measure_run(run))
+    warning = "its index finds less than popularity alone"
+    for gap, warned in ((-0.01, False), (0.01, True)):
+        popular = {**run.results["popularity"], run.metric: run.recall + gap}
+        parts = {**vars(run), "results": {**run.results, "popularity": popular}}
+        text = render_page([Entry(Folder(**parts), entry.seen)])
+        assert (warning in text) == warned
+
+
+def test_every_picture_has_one_sentence_under_it(three):
+    text, _ = three
+    figures = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
+    assert len(figures) == text.count("<svg") + text.count('<img class="heat"')
+    for figure in figures:
+        picture, words = figure.split("<figcaption><p>")
+        sentence = words.removesuffix("</p></figcaption></figure>")
+        assert "<svg" in picture or "<img" in picture
+        assert sentence.endswith(".")
+        assert ". " not in sentence
+
+
+def test_the_numbers_beside_curves_are_of_the_step_that_is_kept(folder, three):
+    text, entries = three
+    kept = results(folder, "gcd")["best_step"]
+    (row,) = (row for row in entries[1].run.joint if row["step"] == kept)
+    assert f"<span>GCD</span><b>{100 * row['recall']:.1f} %</b>" in text
+    assert f"<span>GCD</span><b>{row['distortion']:.4f}</b>" in text
 
 
 def test_runs_that_differ_in_more_are_not_compared(folder):
     entries = [
-        Entry(run, measured(run)) for run in read_runs([folder / "lists", folder / "frozen"])
+        Entry(run, measure_run(run)) for run in read_runs([folder / "lists", folder / "frozen"])
     ]
-    assert len(findings(entries)) == 1
+    assert len(describe_findings(entries)) == 1
 
 
 def test_a_run_that_was_stopped_is_shown_as_far_as_it_came(folder):
@@ -353,7 +384,7 @@ def test_folders_that_are_not_whole(folder, tmp_path, name, content, message):
         content = content if isinstance(content, bytes) else content.encode()
         (tmp_path / "run" / name).write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        report([tmp_path / "run"], tmp_path / "r.html")
+        write_report([tmp_path / "run"], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
 
 
@@ -362,7 +393,7 @@ def test_an_index_of_another_run_is_refused(folder, tmp_path):
     for name in ("index.faiss", "index.faiss.json"):
         shutil.copy(folder / "post-hoc" / name, tmp_path / "run")
     with pytest.raises(ValueError, match="they are of different runs"):
-        report([tmp_path / "run"], tmp_path / "r.html")
+        write_report([tmp_path / "run"], tmp_path / "r.html")
 
 
 HOSTILE = """<meta http-equiv="refresh" content="0;url=x"><script>'&\"</script>"""
@@ -406,8 +437,8 @@ def test_no_field_of_a_run_becomes_markup(three):
         clean = json.loads(json.dumps(about).replace(json.dumps(HOSTILE)[1:-1], "plain"))
         parts = {"about": clean, "rows": run.rows, "label": "plain", "path": Path("plain")}
         plain.append(Entry(Folder(**{**vars(run), **parts}), entry.seen))
-    text = page(told)
-    assert Tags(text).seen == Tags(page(plain)).seen
+    text = render_page(told)
+    assert Tags(text).seen == Tags(render_page(plain)).seen
     assert "<script" not in text
     assert (
         text.count(html.escape(HOSTILE).replace("&#x27;", "&#39;").replace("&quot;", "&#34;")) > 60
@@ -458,7 +489,7 @@ def test_a_wrong_type_in_any_field_is_shown_or_refused(folder, three, tmp_path, 
             except ValueError as error:
                 errors.append(str(error))
             else:
-                assert page([Entry(run, seen if run.results else None)]), (at, wrong)
+                assert render_page([Entry(run, seen if run.results else None)]), (at, wrong)
     assert len(errors) > 20
     assert all(error.startswith(str(tmp_path)) and "\n" not in error for error in errors)
 
@@ -471,7 +502,7 @@ def test_a_wrong_type_in_any_field_is_shown_or_refused(folder, three, tmp_path, 
         ("towers", {"towers.items.weight": torch.randn(ITEMS, 5)}, r"shape \(N, 16\), but got"),
         ("towers", {"towers.items.weight": torch.randn(9, 16)}, "index must hold 9 vectors"),
         ("towers", {"towers.items.weight": torch.full((ITEMS, 16), torch.nan)}, "must be finite"),
-        ("users", {"queries": None}, "'queries' is missing"),
+        ("users", {"queries": None}, "does not hold what givens saves there: KeyError: 'queries'"),
         ("users", {"queries": torch.zeros(0, 16)}, "must be in 0..-1|sizes must be of 0 users"),
         ("users", {"queries": torch.ones(80, 16).long()}, "queries must be float32"),
         ("users", {"truth": torch.tensor([1.5])}, "truth must be a list of integers"),
@@ -491,7 +522,7 @@ def test_parts_that_do_not_go_together_are_refused(folder, tmp_path, name, chang
     }
     files.save(path, kind, tensors, contents.metadata)
     with pytest.raises(ValueError, match=f"run are of no one run: .*({message})"):
-        report([tmp_path / "run"], tmp_path / "r.html")
+        write_report([tmp_path / "run"], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
 
 

@@ -11,8 +11,8 @@ import torch
 import givens
 from givens.export.faiss import to_faiss
 from givens.retrieval import evaluate
-from givens.retrieval.batches import Asked, Examples
-from givens.retrieval.config import Config, suited
+from givens.retrieval.batches import Examples, Inputs
+from givens.retrieval.config import Config, config_for
 from givens.retrieval.data import Log, click_log, split
 from givens.retrieval.losses import hinge_loss, softmax_loss
 from givens.retrieval.readers import read
@@ -134,12 +134,48 @@ def test_protocol_by_hand():
     assert log.catalogue == 11
     assert np.diff(log.starts).tolist() == [11, 10, 10, 10, 10]
     examples = Examples(log, history=3, ahead=2)
-    held = examples.held(np.array([0]))
+    held = examples.hold_out(np.array([0]))
     # Times run backwards: items 11 … 1 as numbers 10 … 0; the first 5 of 11 are the history.
-    assert held.asked.history.tolist() == [[6, 7, 8]]
+    assert held.inputs.history.tolist() == [[6, 7, 8]]
     assert held.seen.tolist() == [6, 7, 8, 9, 10]
     assert held.truth.tolist() == [0, 1, 2, 3, 4, 5]
     assert held.sizes.tolist() == [6]
+
+
+def test_other_rules_and_what_they_leave_out():
+    user = np.repeat(np.arange(8), [12, 9, 6, 6, 6, 6, 5, 4])
+    item = np.concatenate([np.arange(count) for count in np.bincount(user)])
+    rating = np.full(len(user), 3.0)
+    rating[:10] = 2.5
+    log = split(user, item, rating, min_rating=3.0, min_items=6)
+    # User 0 keeps 2 of 12 rows; users 6 and 7 never had 6.
+    assert log.users == 5
+    assert np.diff(log.starts).tolist() == [9, 6, 6, 6, 6]
+    assert log.rules == {"min_rating": 3, "min_items": 6}
+    assert str(log.selection) == (
+        "3 of 8 users have under 6 items rated 3 or more, 10 of 54 ratings are below 3"
+    )
+    assert log.selection.drops
+    everything = split(user, item, min_items=4)
+    assert everything.users == 8
+    assert not everything.selection.drops
+    assert str(everything.selection) == "0 of 8 users have under 4 items"
+    assert click_log(50, 100, 600).rules == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_items": 1}, "min_items must be at least 2, but got min_items=1"),
+        ({"min_items": 99}, "none has 99 items rated 4 or more in 120 rows; lower min_items or"),
+        ({"min_rating": 9.0}, "none has 10 items rated 9 or more in 120 rows; lower min_items or"),
+        ({"min_rating": math.nan}, "min_rating must be finite"),
+    ],
+)
+def test_bad_rules(options, message):
+    user, item, rating, _ = np.array(rows()).T
+    with pytest.raises(ValueError, match=message):
+        split(user, item, rating, **options)
 
 
 def test_examples_are_of_the_past_and_targets_of_the_near_future():
@@ -195,9 +231,9 @@ def test_losses_are_their_formulas():
 
 def test_metrics_and_rankings_against_plain_python():
     log = click_log(60, 40, 900, seed=3)
-    held = Examples(log, history=5, ahead=3).held(np.arange(60))
+    held = Examples(log, history=5, ahead=3).hold_out(np.arange(60))
     users, items = torch.randn(60, 8), torch.randn(40, 8)
-    ranking = evaluate.brute_force(users, items, held, 20)
+    ranking = evaluate.search_exact(users, items, held, 20)
     sums = dict.fromkeys(
         [f"{m}@{k}" for k in (5, 20) for m in ("precision", "recall", "ndcg")], 0.0
     )
@@ -218,7 +254,7 @@ def test_metrics_and_rankings_against_plain_python():
             sums[f"precision@{k}"] += len(hits) / k
             sums[f"recall@{k}"] += len(hits) / len(truth)
             sums[f"ndcg@{k}"] += sum(1 / math.log2(place + 2) for place in hits) / ideal
-    told = evaluate.metrics(ranking.items, held, 40, (5, 20))
+    told = evaluate.compute_metrics(ranking.items, held, 40, (5, 20))
     assert counted
     assert told == pytest.approx({name: value / counted for name, value in sums.items()})
 
@@ -252,7 +288,7 @@ def test_towers_give_unit_vectors_of_what_is_there(pool):
     for part in towers.parameters():
         torch.nn.init.normal_(part)
     log = click_log(50, 30, 600, words=11)
-    asked = Examples(log, history=6, ahead=2).held(np.arange(50)).asked
+    asked = Examples(log, history=6, ahead=2).hold_out(np.arange(50)).inputs
     users = towers.user(asked)
     assert torch.allclose(users.norm(dim=1), torch.ones(50))
     assert torch.allclose(towers.item().norm(dim=1), torch.ones(30))
@@ -430,12 +466,24 @@ def test_bytes_are_those_of_the_packed_code():
         assert Config(dim=64, subspaces=8, codewords=codewords).bytes == size
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_sizes_are_configurations():
+    log = click_log(50, 100, 600)
+    assert config_for(log) == config_for(log, size="large") == Config()
+    small, medium = (config_for(log, size=size) for size in ("small", "medium"))
+    assert small.dim < medium.dim < Config().dim
+    assert small.total < medium.total <= Config().total
+    assert config_for(log, size="small", dim=32, lr=None).dim == 32
+    with pytest.raises(ValueError, match="size must be one of 'small', 'medium', 'large', but got"):
+        config_for(log, size="huge")
+
+
 def test_a_log_too_small_for_the_index():
     log = click_log(50, 100, 600)
     with pytest.raises(ValueError, match="at least as many items as codewords, but has 100"):
-        suited(log).check(log)
+        config_for(log).check(log)
     with pytest.raises(ValueError, match="history must be at least 1 where a log has no words"):
-        suited(log, codewords=16, history=0).check(log)
+        config_for(log, codewords=16, history=0).check(log)
     for arguments, message in (
         ((5, 100, 600), "users must be at least 10"),
         ((50, 100, 100), "clicks must be at least 10 for each user"),
@@ -453,7 +501,7 @@ def test_gradients_are_the_same_each_time():
     found = []
     for _ in range(8):
         towers.zero_grad()
-        towers.user(Asked(history)).square().mul(torch.arange(16)).sum().backward()
+        towers.user(Inputs(history)).square().mul(torch.arange(16)).sum().backward()
         found.append([part.grad for part in towers.pool.parameters()])
     torch.set_num_threads(threads)
     for other in found[1:]:
@@ -475,14 +523,14 @@ def test_an_item_between_two_codewords_may_have_either():
     for coarse in (torch.eye(3, 2) * 0.1, None):
         q = givens.Quantizer(torch.eye(2), codebooks, coarse, "ip")
         index, decoded = to_faiss(q, items), q.decode(q.encode(items))
-        assert torch.allclose(evaluate.as_indexed(index, items, decoded), decoded, atol=1e-6)
+        assert torch.allclose(evaluate.decode_as_indexed(index, items, decoded), decoded, atol=1e-6)
     # As near to the codeword 0 of the first subspace as to 1.
     items[7, 0] = 0.5
     served = torch.from_numpy(index.sa_decode(index.sa_encode(items.numpy())))
     for chosen in (0.0, 1.0):
         decoded[7, 0] = chosen
-        assert torch.equal(evaluate.as_indexed(index, items, decoded), served)
+        assert torch.equal(evaluate.decode_as_indexed(index, items, decoded), served)
     for wrong in (1 - decoded[7, 1], torch.nan):
         decoded[7, 1] = wrong
         with pytest.raises(ValueError, match="does not encode as the model does: 1 items"):
-            evaluate.as_indexed(index, items, decoded)
+            evaluate.decode_as_indexed(index, items, decoded)

@@ -53,11 +53,13 @@ import torch
 import torch.distributed as dist
 
 from givens import distributed
-from givens.retrieval import run as running
+from givens.retrieval import state as states
 from givens.retrieval import train as module
 from givens.retrieval.config import Config
 from givens.retrieval.data import click_log
-from givens.retrieval.run import Run
+from givens.retrieval.evaluate import Evaluator
+from givens.retrieval.state import State
+from givens.retrieval.trainer import Trainer
 
 store, output, device = sys.argv[1:]
 world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -66,24 +68,25 @@ if world > 1:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 
 
-class Watched(Run):
+class Watched(Trainer):
     def advance(self):
         super().advance()
         losses.append(self.pending[-1].tolist())
         if len(losses) > 40:
             return
-        index = [self.layer.rotation.matrix, self.layer.codebooks]
-        distributed.check_same(f"step {self.step}", [*index, *self.towers.parameters()], "")
+        state = self.state
+        parts = [state.layer.rotation.matrix, state.layer.codebooks, *state.towers.parameters()]
+        distributed.check_same(f"step {state.step}", parts, "")
 
 
-module.Run = Watched
+module.Trainer = Watched
 SMALL = Config(
     dim=16, subspaces=4, codewords=16, history=20, batch=128, lr=1e-2, joint_lr=1e-2,
     temperature=0.1, warmup=20, steps=0, every=10, sample=399, iterations=5,
 )
 log = click_log(1000, 400, 20_000, drift=0.0)
 words = click_log(1000, 401, 20_000, drift=0.0, words=40)
-untrained = {f"towers.{name}": part for name, part in Run(log, SMALL).towers.state_dict().items()}
+untrained = {f"towers.{name}": part for name, part in State(log, SMALL).towers.state_dict().items()}
 runs = {
     "warm-up": {},
     "drawn": {"negatives": 101},
@@ -101,7 +104,7 @@ told = {}
 for name, options in runs.items():
     losses, lines = [], []
     config = dataclasses.replace(SMALL, **options)
-    running.LARGE = 100 if name == "many items" else 10_000
+    states.LARGE = 100 if name == "many items" else 10_000
     # What the first steps with the index do is seen best without others before them.
     known = untrained if 0 < config.steps == 20 else None
     folder = Path(output) / f"{world} {name}"
@@ -124,11 +127,11 @@ if world > 1:
         else:
             sys.exit(f"{options} was not refused")
 
-    class Failing(Run):
-        def seen(self):
+    class Failing(Evaluator):
+        def measure(self, losses):
             raise ValueError("seen by the first")
 
-    module.Run = Failing
+    module.Trainer, module.Evaluator = Trainer, Failing
     try:
         module.train(log, SMALL, device=device)
     except ValueError as error:
@@ -138,12 +141,12 @@ if world > 1:
         sys.exit("the first rank's error was lost")
 
     # A codebook that is another on one rank is found at the next look.
-    class Differing(Run):
+    class Differing(Trainer):
         def advance(self):
             super().advance()
-            self.layer.codebooks.data[0, 0, 0] += rank * 1e-6
+            self.state.layer.codebooks.data[0, 0, 0] += rank * 1e-6
 
-    module.Run = Differing
+    module.Trainer, module.Evaluator = Differing, Evaluator
     try:
         module.train(log, dataclasses.replace(SMALL, steps=20), towers=untrained, device=device)
     except ValueError as error:

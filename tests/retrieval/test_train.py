@@ -18,10 +18,13 @@ import givens
 from givens.export.faiss import load_index
 from givens.kernels.gpu import replay
 from givens.retrieval import checkpoint, evaluate
+from givens.retrieval.batches import Examples
 from givens.retrieval.config import Config, Method
-from givens.retrieval.data import click_log
-from givens.retrieval.run import Run
+from givens.retrieval.data import click_log, split
+from givens.retrieval.evaluate import Evaluator
+from givens.retrieval.state import State
 from givens.retrieval.train import train
+from givens.retrieval.trainer import Trainer
 from givens.storage import files
 
 SMALL = Config(
@@ -50,6 +53,13 @@ def changed(**options):
     return dataclasses.replace(SMALL, **options)
 
 
+def parts_of(log, config):
+    """A state, and what trains and measures it."""
+    state = State(log, config)
+    examples = Examples(log, history=config.history, ahead=config.ahead, seed=config.seed)
+    return state, Trainer(state, examples), Evaluator(state, examples)
+
+
 def test_it_learns_and_the_index_is_what_the_model_scores(log, tmp_path):
     config = changed(warmup=200, steps=100, dim=32, subspaces=8, codewords=64, batch=256)
     done = train(log, config, tmp_path)
@@ -62,13 +72,15 @@ def test_it_learns_and_the_index_is_what_the_model_scores(log, tmp_path):
     q = givens.load(tmp_path / "quantizer.safetensors")
     stored = load_index(tmp_path / "index.faiss")
     assert stored.record["fingerprint"] == q.fingerprint == done.quantizer.fingerprint
-    run = Run(log, config)
-    run.put(checkpoint.load_towers(tmp_path / "towers.safetensors"))
-    held = run.examples.held(log.test)
+    state, trainer, _ = parts_of(log, config)
+    state.load_parts(checkpoint.load_towers(tmp_path / "towers.safetensors"))
+    held = trainer.examples.hold_out(log.test)
     with torch.no_grad():
-        users, items = run.towers.user(held.asked), run.towers.item()
+        users, items = state.towers.user(held.inputs), state.towers.item()
     found = evaluate.search(stored.index, users, held, 100)
-    assert evaluate.metrics(found.items, held, log.catalogue) == pytest.approx(results["index"])
+    assert evaluate.compute_metrics(found.items, held, log.catalogue) == pytest.approx(
+        results["index"]
+    )
     assert q.distortion(items) == pytest.approx(results["distortion"])
     # Both phases end with the best look of theirs.
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -137,14 +149,14 @@ def test_without_steps_the_index_is_as_it_starts(log, tmp_path, method):
 
 
 def test_a_checkpoint_of_many_looks(log, tmp_path):
-    run = Run(log, SMALL)
-    run.advance()
-    run.look()
-    run.rows = run.rows * 10_000
-    checkpoint.save(run, tmp_path / "run.safetensors")
-    again = Run(log, SMALL)
+    state, trainer, evaluator = parts_of(log, SMALL)
+    trainer.advance()
+    evaluator.evaluate(trainer.take_losses())
+    state.rows = state.rows * 10_000
+    checkpoint.save(state, tmp_path / "run.safetensors")
+    again = State(log, SMALL)
     checkpoint.load(again, tmp_path / "run.safetensors")
-    assert again.rows == run.rows
+    assert again.rows == state.rows
     with pytest.raises(ValueError, match="too many to be read"):
         files.save(tmp_path / "long", "towers", {}, {"text": "x" * 2_000_000})
     assert not (tmp_path / "long").exists()
@@ -180,33 +192,33 @@ def test_a_run_leaves_nothing_behind(log):
     """Its towers and optimizers may be gigabytes, which the next run needs."""
     gc.disable()
     try:
-        run = Run(log, changed(warmup=2, steps=2))
-        while run.step < 4:
-            if run.step == 2:
-                run.look()
-                run.begin_joint()
-            run.advance()
-        gone = weakref.ref(run)
-        del run
-        assert gone() is None
+        state, trainer, evaluator = parts_of(log, changed(warmup=2, steps=2))
+        while state.step < 4:
+            if state.step == 2:
+                evaluator.evaluate(trainer.take_losses())
+                trainer.begin_joint()
+            trainer.advance()
+        gone = [weakref.ref(part) for part in (state, trainer, evaluator)]
+        del state, trainer, evaluator
+        assert [part() for part in gone] == [None] * 3
     finally:
         gc.enable()
 
 
 def test_of_many_items_a_step_moves_those_it_sees(log, monkeypatch):
-    monkeypatch.setattr("givens.retrieval.run.LARGE", 100)
-    run = Run(log, changed(negatives=20, batch=64))
-    before = run.towers.items.weight.detach().clone()
-    _, target = run.examples.draw(0, 64)
-    run.advance()
-    moved = (run.towers.items.weight != before).any(1)
+    monkeypatch.setattr("givens.retrieval.state.LARGE", 100)
+    state, trainer, _ = parts_of(log, changed(negatives=20, batch=64))
+    before = state.towers.items.weight.detach().clone()
+    _, target = trainer.examples.draw(0, 64)
+    trainer.advance()
+    moved = (state.towers.items.weight != before).any(1)
     assert moved[target].all()
     assert 0 < int(moved.sum()) <= 64 + 20
-    assert run.towers.items.weight.grad.is_sparse
+    assert state.towers.items.weight.grad.is_sparse
 
 
 def test_of_many_items_it_learns_and_resumes_bit_for_bit(log, tmp_path, monkeypatch):
-    monkeypatch.setattr("givens.retrieval.run.LARGE", 100)
+    monkeypatch.setattr("givens.retrieval.state.LARGE", 100)
     config = changed(warmup=200, steps=60, dim=32, subspaces=8, negatives=100, lr=2e-2, every=20)
     whole = train(log, config)
     assert whole.results["index"]["recall@100"] > whole.results["popularity"]["recall@100"] + 0.02
@@ -298,14 +310,25 @@ def test_a_checkpoint_of_another_log_is_refused(log, tmp_path):
         train(other, changed(steps=0, warmup=20), tmp_path, resume=True)
 
 
+def test_other_rules_are_refused_even_where_they_keep_the_same_rows(tmp_path):
+    rng = np.random.default_rng(0)
+    user, item = np.repeat(np.arange(100), 20), rng.integers(0, 60, 2000)
+    first, other = (split(user, item, min_items=least) for least in (10, 12))
+    assert first.fingerprint == other.fingerprint
+    config = changed(warmup=2, steps=0)
+    train(first, config, tmp_path)
+    with pytest.raises(ValueError, match="was made with min_items=10, but got min_items=12; give"):
+        train(other, config, tmp_path, resume=True)
+
+
 def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(log, tmp_path):
-    class Poisoned(Run):
-        def losses(self, *batch):
-            retrieval, distortion = super().losses(*batch)
-            return retrieval * (float("nan") if self.step == 47 else 1), distortion
+    class Poisoned(Trainer):
+        def compute_losses(self, *batch):
+            retrieval, distortion = super().compute_losses(*batch)
+            return retrieval * (float("nan") if self.state.step == 47 else 1), distortion
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("givens.retrieval.train.Run", Poisoned)
+        patch.setattr("givens.retrieval.train.Trainer", Poisoned)
         with pytest.raises(ValueError, match=r"not finite at step 47: retrieval nan, distortion 0"):
             train(log, SMALL, tmp_path)
     assert files.read_header(tmp_path / "checkpoint.safetensors").metadata["step"] == 40

@@ -1,16 +1,18 @@
 """The command line: one file for each subcommand."""
 
 import os
+import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import typer
 
 import givens
 from givens import distributed
+from givens.cli import output as out
 from givens.cli.build import build
 from givens.cli.compare import compare
 from givens.cli.demo import demo
@@ -52,15 +54,12 @@ app.add_typer(paper)
 # Why ranks end when one is lost: each sees it in another way, or is stopped by torchrun.
 LOST = "lost"
 
-# Frames of an import have this name for a file.
-IMPORT = "<frozen importlib._bootstrap>"
-
 # Commands that keep their state.
 RESUMED = {"fit", "train"}
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"givens {givens.__version__}")
         raise typer.Exit
 
@@ -68,30 +67,43 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
     ),
 ) -> None:
     """Options that come before the subcommand."""
 
 
-class Interrupted(BaseException):
-    """Ctrl-C, or a request to end; not KeyboardInterrupt, of which typer says nothing."""
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, or a request to end; its argument is the number of the signal."""
 
 
 def main() -> None:
-    """Run; what the user can put right is told in one line."""
-    # As an error: what is half-written is taken away on the way out.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-    sys.unraisablehook = _lost
+    """Run the command line; what the user can put right is one line on stderr.
+
+    The command runs in a thread of its own and this one waits for it, so that an interrupt is
+    raised here: never inside an import, a destructor or a callback, where Python would lose it.
+    """
+    outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    command = threading.Thread(target=_run, args=(outcome,), daemon=True)
     try:
-        app()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
+        command.start()
+        error = outcome.get()
+        if error is not None:
+            raise error
     except Interrupted as error:
-        files.remove_unfinished()
+        # The command may still be running, until the process ends.
+        files.remove_unfinished(for_good=command.is_alive())
+        out.undo()
         again = "run the same command again"
         if RESUMED & {*sys.argv[1:2]}:
             again += ", with --resume to go on from where its state was last saved"
-        _fail(f"interrupted; nothing is left half-written, {again}", 128 + error.args[0], LOST)
+        line = f"interrupted; nothing is left half-written, {again}"
+        leave: Callable[[int], object] = sys.exit
+        if command.is_alive():
+            leave = os._exit
+        _fail(line, 128 + error.args[0], LOST, leave)
     except OSError as error:
         # "q.safetensors: No space left on device", without the number.
         where = f"{error.filename}: " if error.filename else ""
@@ -105,38 +117,29 @@ def main() -> None:
         _fail(f"not enough memory: {error}".split(". ")[0])
 
 
+def _run(outcome: queue.SimpleQueue[BaseException | None]) -> None:
+    """Run the command of `sys.argv`, and hand over the error that it ended with."""
+    try:
+        app()
+    except BaseException as error:
+        outcome.put(error)
+    else:
+        outcome.put(None)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise `Interrupted`; after an import, which would leave its locks or be told as failed."""
-    # Imports that a command does, not one that runs `main`.
-    while frame is not None and frame.f_code is not main.__code__:
-        if frame.f_code.co_filename == IMPORT:
-            _ask_again(number)
-            return
-        frame = frame.f_back
-    # Once: a terminal's is sent to ranks again by torchrun.
+    # Once: torchrun sends what a terminal has sent to its ranks again.
     signal.signal(number, signal.SIG_IGN)
     raise Interrupted(number)
 
 
-def _lost(error: Any) -> None:
-    """Hear of an error where Python lets none out, as in a destructor."""
-    if isinstance(error.exc_value, Interrupted):
-        signal.signal(error.exc_value.args[0], _interrupt)
-        _ask_again(error.exc_value.args[0])
-    else:
-        sys.__unraisablehook__(error)
-
-
-def _ask_again(number: int) -> None:
-    """Have the signal come once more, soon."""
-    timer = threading.Timer(0.02, os.kill, (os.getpid(), number))
-    timer.daemon = True
-    timer.start()
-
-
-def _fail(message: str, code: int = 1, what: str = "") -> None:
-    """End with a line; of ranks that end for one reason, one has the word."""
+def _fail(
+    message: str, code: int = 1, what: str = "", leave: Callable[[int], object] = sys.exit
+) -> None:
+    """End with a line on stderr; of ranks that end for one reason, one writes it."""
     if distributed.is_told(what or message):
         os._exit(code)
     typer.echo(f"givens: {' '.join(message.split())}", err=True)
-    sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    leave(code)

@@ -72,7 +72,7 @@ def build(
     read, names = ([], None) if ids is None else ([ids], read_ids(ids))
     from givens.export.faiss import Kind, save_index, to_faiss
 
-    about = out.record(
+    about = out.make_record(
         out.read_record(quantizer).get("seed"),
         "cpu",
         quantizer=quantizer,
@@ -107,13 +107,13 @@ def build(
         out.check_outputs({"--output": output}, [quantizer, *sources, *read], folders=shards)
         called = None
         N = _build_shards(q, sources, output, names, (engine, address, workers), about, keep=shards)
-    spent, size = time.perf_counter() - began, out.bytes_of(output)
+    spent, size = time.perf_counter() - began, out.count_bytes(output)
     typer.echo(
         f"Indexed {N:,} vectors of {q.dim} in {spent:.1f} s: {q}\n"
-        f"Written: {output} ({out.size(output)}, {size / N:.1f} bytes a vector)"
+        f"Written: {output} ({out.format_size(output)}, {size / N:.1f} bytes a vector)"
         f"{'' if shards else f', {output}.json'}"
-        f"{'' if called is None else f', {out.names_path(output)}'}\n"
-        f"Next: {out.command('givens', 'search', output, 'QUERIES', '-k', 10)}"
+        f"{'' if called is None else f', {out.get_names_path(output)}'}\n"
+        f"Next: {out.quote_command('givens', 'search', output, 'QUERIES', '-k', 10)}"
     )
 
 

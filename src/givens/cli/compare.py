@@ -58,9 +58,9 @@ def compare(
     from givens.compare.methods import METHODS
 
     options = comparing.Options(
-        bytes=_numbers(sizes),
+        bytes=_parse_numbers(sizes),
         metric=cast(Metric, metric),
-        methods=tuple(METHODS) if methods is None else tuple(_words(methods)),
+        methods=tuple(METHODS) if methods is None else tuple(_split_words(methods)),
         minutes=minutes,
         sample=sample,
         trained=trained,
@@ -69,14 +69,14 @@ def compare(
     )
     options.check()
     x = vectors.read(source, "train")
-    asked = None if queries is None else vectors.read(queries, "test")
+    Q = None if queries is None else vectors.read(queries, "test")
     rows = output.with_suffix(".json")
     out.check_outputs({"--output": output, "its rows": rows}, [source, queries])
     about: dict[str, Any] = {"source": Path(source).name, "file": vectors.stamp(source)}
     if queries is not None:
         about |= {"queries": Path(queries).name, "queries_file": vectors.stamp(queries)}
     with out.progress("reading") as bar:
-        result = comparing.compare(x, rows, options, queries=asked, about=about, tell=bar.stand)
+        result = comparing.compare(x, rows, options, queries=Q, about=about, tell=bar.stand)
     told = page.advice(result)
     with files.replacing(output) as temporary:
         temporary.write_text(page.page(result), "utf-8")
@@ -86,17 +86,18 @@ def compare(
         names = ", ".join(f"{one['method']} {one['budget']}" for one in result["left_out"])
         typer.echo(f"No time for: {names}")
     typer.echo(
-        f"Written in {time.perf_counter() - began:.0f} s: {output} ({out.size(output)}), {rows}\n"
+        f"Written in {time.perf_counter() - began:.0f} s: "
+        f"{output} ({out.format_size(output)}), {rows}\n"
         f"Next: open {output} in a browser"
     )
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(sorted({int(word) for word in _words(text)}))
+        return tuple(sorted({int(word) for word in _split_words(text)}))
     except ValueError as error:
         raise ValueError(f"--bytes must be whole numbers such as 16,32, but got {text}") from error

@@ -10,9 +10,8 @@ import typer
 
 from givens.cli import output as out
 from givens.cli.train import run_record
-from givens.paper.joint import NAMES
 from givens.report.runs import Folder
-from givens.retrieval.config import Method, suited
+from givens.retrieval.config import LABELS, Method, config_for
 from givens.retrieval.data import click_log
 from givens.storage import files
 
@@ -39,36 +38,36 @@ def demo(
 
     Example: givens demo -o demo
     """
-    from givens.report.findings import findings
-    from givens.report.page import report
+    from givens.report.findings import describe_findings
+    from givens.report.page import write_report
     from givens.retrieval.train import train, warm_up
 
     began = time.perf_counter()
     with out.folder(output):
         files.check_writable(output / "report.html")
     log = click_log(**LOG)
-    config = suited(log, small=True, **{**OPTIONS, "seed": seed})
+    config = config_for(log, size="small", **{**OPTIONS, "seed": seed})
     typer.echo(log)
     total = (1 + REPORT) * (config.warmup + len(METHODS) * config.steps)
     with out.progress("warm-up") as bar:
-        whole = _Whole(bar, total)
-        towers = warm_up(log, config, tell=whole.part("warm-up", 0, config.warmup))
+        whole = _SharedBar(bar, total)
+        towers = warm_up(log, config, tell=whole.add_part("warm-up", 0, config.warmup))
         warmed = time.perf_counter() - began
         typer.echo(f"Warm-up: {config.warmup:,} steps of the towers alone, {warmed:.0f} s")
         for method in METHODS:
             start = time.perf_counter()
             chosen = dataclasses.replace(config, method=method)
             folder = output / method
-            tell = whole.part(NAMES[method], config.warmup, config.steps)
+            tell = whole.add_part(LABELS[method], config.warmup, config.steps)
             train(log, chosen, folder, towers=towers, tell=tell)
             spent = time.perf_counter() - start
             about = run_record(chosen, log, "cpu", None)
             files.write_json(folder / "config.json", {**about, "seconds": spent})
-            typer.echo(f"{NAMES[method]}: {config.steps:,} steps and its index, {spent:.0f} s")
-        entries = report([output / method for method in METHODS], output / "report.html")
+            typer.echo(f"{LABELS[method]}: {config.steps:,} steps and its index, {spent:.0f} s")
+        entries = write_report([output / method for method in METHODS], output / "report.html")
     runs = {entry.run.method: entry.run for entry in entries}
     _show(runs, 4 * config.dim)
-    for line in findings(entries):
+    for line in describe_findings(entries):
         typer.echo(f"• {line}")
     run = output / "gcd"
     asked = f"{run}/users.safetensors:queries"
@@ -76,7 +75,7 @@ def demo(
         f"Written in {time.perf_counter() - began:.0f} s: {output}/report.html and the runs "
         f"{', '.join(f'{output}/{method}' for method in METHODS)}, each with an index.faiss\n"
         f"Next: open {output}/report.html in a browser, or\n"
-        f"      {out.command('givens', 'search', run / 'index.faiss', asked, '-k', 10)}"
+        f"      {out.quote_command('givens', 'search', run / 'index.faiss', asked, '-k', 10)}"
     )
 
 
@@ -101,13 +100,13 @@ def _show(runs: dict[str, Folder], full: int) -> None:
     typer.echo("Distortion and recall at the step that did best on the validation users.")
 
 
-class _Whole:
+class _SharedBar:
     """One bar over the steps of all parts."""
 
     def __init__(self, bar: out.Bar, total: float) -> None:
         self.bar, self.total, self.before = bar, int(total), 0
 
-    def part(self, name: str, first: int, steps: int) -> Callable[[dict[str, Any]], None]:
+    def add_part(self, name: str, first: int, steps: int) -> Callable[[dict[str, Any]], None]:
         """The next part, which counts its steps from `first`: what is to be told of each look."""
         before = self.before
         self.before += steps

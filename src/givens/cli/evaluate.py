@@ -10,7 +10,7 @@ import numpy.typing as npt
 import typer
 
 from givens.cli import output as out
-from givens.cli.search import names_of
+from givens.cli.search import match_ids
 from givens.search import batches, check_queries, first_recall, ground_truth, open_index, recall
 from givens.storage import files, vectors
 
@@ -67,37 +67,37 @@ def evaluate(
     if not 0 <= threads <= cores:
         raise ValueError(f"--threads must be 0, for all, to {cores} on this machine, not {threads}")
     stored = open_index(index, mapped=mapped)
-    asked = vectors.read(queries, "test")
+    Q = vectors.read(queries, "test")
     if exact is not None:
-        truth = _exact(stored, asked, exact, ids)
+        truth = _find_exact(stored, Q, exact, ids)
     else:
-        truth = _read_truth(f"{groundtruth}", len(asked))
+        truth = _read_truth(f"{groundtruth}", len(Q))
     ks = [k for k in KS if k <= min(truth.shape[1], stored.index.ntotal)]
-    check_queries(stored.index, asked, max(ks, default=1))
-    for _ in batches(asked):
+    check_queries(stored.index, Q, max(ks, default=1))
+    for _ in batches(Q):
         # Before the folder is made: queries that are not finite.
         pass
     lists = inverted(stored.index)
     # Before the work: a missing package, or a folder that cannot be written.
-    pyplot = None if lists is None else out.pyplot()
+    pyplot = None if lists is None else out.import_pyplot()
     written = [output / "rows.json", *([] if pyplot is None else [output / PICTURE])]
     out.check_folder(output, ("rows.json", PICTURE), (index, queries, groundtruth, exact))
     with out.folder(output):
         files.check_writable(written[0])
         with out.progress("evaluating") as bar:
-            rows = _sweep(stored.index, lists, asked, truth, ks, threads, bar)
-        about = out.record(
+            rows = _sweep(stored.index, lists, Q, truth, ks, threads, bar)
+        about = out.make_record(
             None, "cpu", index=index, queries=queries, groundtruth=groundtruth, exact=exact
         )
         code = code_size(stored.index)
-        whole = out.bytes_of(index) / stored.index.ntotal
+        whole = out.count_bytes(index) / stored.index.ntotal
         about |= {"rows": rows, "bytes_a_vector": {"code": code, "file": whole}}
         picture = [] if pyplot is None else [_plot(pyplot, rows, ks)]
         files.write_together(dict(zip(written, [files.json_bytes(about), *picture], strict=True)))
         if pyplot is None:
             # Of another index, it would pass for this one's.
             (output / PICTURE).unlink(missing_ok=True)
-    for line in _table(rows, ks):
+    for line in _format_table(rows, ks):
         typer.echo(line)
     coded = "" if code is None else f"{code} of code, "
     typer.echo(f"Bytes a vector: {coded}{whole:.1f} of file")
@@ -105,7 +105,7 @@ def evaluate(
     most = rows[-1][f"recall@{ks[-1]}"]
     enough = next(row for row in rows if row[f"recall@{ks[-1]}"] >= ENOUGH * most)
     nprobe = () if lists is None else ("--nprobe", enough["nprobe"])
-    again = out.command("givens", "search", index, queries, *nprobe, "--rerank", "VECTORS")
+    again = out.quote_command("givens", "search", index, queries, *nprobe, "--rerank", "VECTORS")
     typer.echo(f"Next: {again}, for more recall")
 
 
@@ -129,28 +129,28 @@ def _read_truth(groundtruth: str, queries: int) -> npt.NDArray[Any]:
     return truth
 
 
-def _exact(stored: Any, asked: Any, base: str, ids: str | None) -> npt.NDArray[Any]:
+def _find_exact(stored: Any, Q: Any, base: str, ids: str | None) -> npt.NDArray[Any]:
     """True neighbours among the vectors of the index, found by the index's own metric."""
     from givens.export.faiss import metric_of
 
     original = vectors.read(base, "train")
-    names = names_of(stored, original, ids, "--exact")
+    names = match_ids(stored, original, ids, "--exact")
     if len(original) != stored.index.ntotal:
         raise ValueError(
             f"--exact must be the {stored.index.ntotal} vectors of the index, but got "
             f"{len(original)}"
         )
-    check_queries(stored.index, asked, 1)
+    check_queries(stored.index, Q, 1)
     k = min(KS[-1], len(original))
     with out.progress("exact neighbours") as bar:
-        bar.start(len(asked) * len(original))
-        found = ground_truth(original, asked, k, metric_of(stored.index), progress=bar.advance)
+        bar.start(len(Q) * len(original))
+        found = ground_truth(original, Q, k, metric_of(stored.index), progress=bar.advance)
     truth: npt.NDArray[Any] = found.numpy()
     return truth if names is None else names[truth]
 
 
 def _sweep(
-    index: Any, lists: Any, asked: Any, truth: Any, ks: list[int], threads: int, bar: out.Bar
+    index: Any, lists: Any, Q: Any, truth: Any, ks: list[int], threads: int, bar: out.Bar
 ) -> list[dict[str, Any]]:
     """A row for each nprobe, until recall grows no more."""
     import faiss
@@ -165,7 +165,7 @@ def _sweep(
     for nprobe in steps:
         if lists:
             lists.nprobe = nprobe
-        answers, speed = _measured(index, asked, ks[-1])
+        answers, speed = _search_timed(index, Q, ks[-1])
         rows.append(
             {
                 **({"nprobe": nprobe} if lists else {}),
@@ -182,20 +182,20 @@ def _sweep(
     return rows
 
 
-def _measured(index: Any, asked: Any, k: int) -> tuple[npt.NDArray[Any], float]:
+def _search_timed(index: Any, Q: Any, k: int) -> tuple[npt.NDArray[Any], float]:
     """All answers, and queries a second; a few queries are asked again until the clock can tell."""
     spent, passes = 0.0, 0
     while spent < LEAST_SECONDS and passes < MOST_PASSES:
         found = []
-        for part, _ in batches(asked):
+        for part, _ in batches(Q):
             began = time.perf_counter()
             found.append(index.search(part, k)[1])
             spent += time.perf_counter() - began
         passes += 1
-    return np.concatenate(found), passes * len(asked) / spent
+    return np.concatenate(found), passes * len(Q) / spent
 
 
-def _table(rows: list[dict[str, Any]], ks: list[int]) -> list[str]:
+def _format_table(rows: list[dict[str, Any]], ks: list[int]) -> list[str]:
     names = [*(["nprobe"] if "nprobe" in rows[0] else [])]
     names += [f"recall@{k}" for k in ks] + [f"1-recall@{k}" for k in ks] + ["queries_a_second"]
     lines = ["  ".join(f"{name.replace('_', ' '):>12}" for name in names)]

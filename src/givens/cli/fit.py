@@ -56,7 +56,7 @@ def fit(
         raise ValueError(f"{output} must end in .safetensors")
     place = out.check_device(device)
     x = vectors.read(source, "train")
-    start = _start(init)
+    start = _read_start(init)
     earlier = None if isinstance(start, str) else init
     out.check_outputs({"--output": output}, [source, earlier])
     chosen = {
@@ -70,7 +70,7 @@ def fit(
         "iterations": iterations,
         "sample": sample,
     }
-    part = _part(output, {**chosen, "seed": seed, "shape": list(x.shape)})
+    part = _name_part(output, {**chosen, "seed": seed, "shape": list(x.shape)})
     before = Progress.load(part) if resume and part.exists() else None
     if resume and before is None:
         typer.echo("There is nothing to go on from: no such run was interrupted here", err=True)
@@ -104,8 +104,8 @@ def fit(
         ).to("cpu")
     spent = time.perf_counter() - began
     q.save(output)
-    error, norm = _measured(q, x)
-    about = out.record(seed, device, **chosen)
+    error, norm = _measure(q, x)
+    about = out.make_record(seed, device, **chosen)
     results = {"seconds": spent, "distortion": error, "distortion_by_pass": passes}
     out.write_record(output, {**about, **results, "fingerprint": q.fingerprint})
     part.unlink(missing_ok=True)
@@ -115,18 +115,18 @@ def fit(
         + (f", {coarse:,} lists" if coarse else "")
         + f"\nDistortion: {error:.5g}, {100 * error / norm:.1f} % of the mean squared norm, on "
         f"{min(len(x), MEASURED):,} vectors\n"
-        f"Written: {output} ({out.size(output)}), {output}.json\n"
-        f"Next: {out.command('givens', 'build', output, 'VECTORS', '-o', 'index.faiss')}"
+        f"Written: {output} ({out.format_size(output)}), {output}.json\n"
+        f"Next: {out.quote_command('givens', 'build', output, 'VECTORS', '-o', 'index.faiss')}"
     )
 
 
-def _part(output: Path, chosen: dict[str, Any]) -> Path:
+def _name_part(output: Path, chosen: dict[str, Any]) -> Path:
     """Where a run keeps its state until it is done: another configuration, another file."""
     digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
     return output.with_name(f"{output.name}.{digest}.part")
 
 
-def _start(init: str) -> Init | Quantizer:
+def _read_start(init: str) -> Init | Quantizer:
     if init in get_args(Init):
         return cast(Init, init)
     if not init.endswith(".safetensors"):
@@ -135,7 +135,7 @@ def _start(init: str) -> Init | Quantizer:
     return load(init)
 
 
-def _measured(q: Quantizer, x: Any) -> tuple[float, float]:
+def _measure(q: Quantizer, x: Any) -> tuple[float, float]:
     """The distortion and the mean squared norm of the first vectors that are finite."""
     part = vectors.as_float(x[:MEASURED])
     part = part[part.isfinite().all(1)]

@@ -31,13 +31,13 @@ def groundtruth(
     if output.suffix not in (".npy", ".ivecs"):
         raise ValueError(f"{output} must end in .npy or .ivecs")
     place = out.check_device(device)
-    x, asked = vectors.read(base, "train"), vectors.read(queries, "test")
+    x, Q = vectors.read(base, "train"), vectors.read(queries, "test")
     out.check_outputs({"--output": output}, [base, queries])
     began = time.perf_counter()
     with out.progress("exact neighbours") as bar:
-        bar.start(len(x) * len(asked))
+        bar.start(len(x) * len(Q))
         # Vectors are read where they are compared; queries fit where the result does.
-        there: Any = asked if place.type == "cpu" else vectors.as_float(asked[:], place)
+        there: Any = Q if place.type == "cpu" else vectors.as_float(Q[:], place)
         found = ground_truth(x, there, k, cast(Metric, metric), progress=bar.advance)
     spent, ids = time.perf_counter() - began, found.cpu().numpy()
     with files.replacing(output) as temporary, temporary.open("wb") as file:
@@ -46,10 +46,10 @@ def groundtruth(
         else:
             widths = np.full((len(ids), 1), k)
             np.hstack([widths, ids]).astype("<i4").tofile(file)
-    about = out.record(None, device, base=base, queries=queries, k=k, metric=metric)
+    about = out.make_record(None, device, base=base, queries=queries, k=k, metric=metric)
     out.write_record(output, {**about, "seconds": spent})
-    again = out.command("givens", "evaluate", "INDEX", queries, "--groundtruth", output)
+    again = out.quote_command("givens", "evaluate", "INDEX", queries, "--groundtruth", output)
     typer.echo(
-        f"Found the {k} nearest of {len(x):,} vectors to {len(asked):,} queries in {spent:.1f} s\n"
-        f"Written: {output} ({out.size(output)}), {output}.json\nNext: {again}"
+        f"Found the {k} nearest of {len(x):,} vectors to {len(Q):,} queries in {spent:.1f} s\n"
+        f"Written: {output} ({out.format_size(output)}), {output}.json\nNext: {again}"
     )

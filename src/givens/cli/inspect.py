@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from givens.cli.output import command
+from givens.cli.output import quote_command
 from givens.quantizer import KIND, Quantizer, load
 from givens.search import open_index
 from givens.storage import files, vectors
@@ -25,13 +25,13 @@ def inspect(
     if path.suffix == ".faiss" and not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
     if path.suffix == ".safetensors" and path.is_file() and _is_givens(path):
-        rows = _quantizer(path)
+        rows = _inspect_quantizer(path)
     elif (path / MANIFEST).is_file():
-        rows = _index(path)
+        rows = _inspect_index(path)
     elif vectors.is_vectors(vectors.split(file)[0]) or not path.is_file():
-        rows = _vectors(file)
+        rows = _inspect_vectors(file)
     else:
-        rows = _index(path)
+        rows = _inspect_index(path)
     width = max(map(len, rows))
     for name, value in rows.items():
         typer.echo(f"{name:<{width}}  {value}")
@@ -43,17 +43,17 @@ def _is_givens(path: Path) -> bool:
         return b'"givens"' in file.read(64)
 
 
-def _quantizer(path: Path) -> dict[str, Any]:
+def _inspect_quantizer(path: Path) -> dict[str, Any]:
     header = files.read_header(path)
     if header.kind != KIND:
         files.load(path, header.kind)
         return {"file": f"givens {header.kind}, whole", **header.metadata}
     q = load(path)
-    rows = {"file": "quantizer, whole", **_parts(q)}
-    return {**rows, "next": command("givens", "build", path, "VECTORS", "-o", "index.faiss")}
+    rows = {"file": "quantizer, whole", **_list_parts(q)}
+    return {**rows, "next": quote_command("givens", "build", path, "VECTORS", "-o", "index.faiss")}
 
 
-def _index(path: Path) -> dict[str, Any]:
+def _inspect_index(path: Path) -> dict[str, Any]:
     from givens.export.faiss import code_size, from_faiss, inverted, is_quantized
 
     stored = open_index(path)
@@ -68,7 +68,7 @@ def _index(path: Path) -> dict[str, Any]:
         rows["bytes a vector"] = f"{code} of code"
     if lists is not None:
         rows["lists"] = f"{lists.nlist:,}, imbalance {lists.invlists.imbalance_factor():.2f}"
-    rows |= _parts(from_faiss(index)) if is_quantized(index) else {"quantizer": "none"}
+    rows |= _list_parts(from_faiss(index)) if is_quantized(index) else {"quantizer": "none"}
     if stored.record is not None:
         belongs = stored.record.get("fingerprint") == rows.get("fingerprint")
         beside = MANIFEST if path.is_dir() else files.record_path(path).name
@@ -78,21 +78,21 @@ def _index(path: Path) -> dict[str, Any]:
             for name in ("seed", "written")
             if stored.record.get(name) is not None
         }
-    return {**rows, "next": command("givens", "search", path, "QUERIES", "-k", 10)}
+    return {**rows, "next": quote_command("givens", "search", path, "QUERIES", "-k", 10)}
 
 
-def _vectors(file: str) -> dict[str, Any]:
+def _inspect_vectors(file: str) -> dict[str, Any]:
     x = vectors.read(file)
     return {
         "file": "vectors",
         "vectors": f"{len(x):,}",
         "dimension": x.shape[1],
         "type": x.dtype,
-        "next": command("givens", "fit", file, "-o", "q.safetensors"),
+        "next": quote_command("givens", "fit", file, "-o", "q.safetensors"),
     }
 
 
-def _parts(q: Quantizer) -> dict[str, Any]:
+def _list_parts(q: Quantizer) -> dict[str, Any]:
     return {
         "dimension": q.dim,
         "subspaces": f"{q.subspaces} of width {q.dim // q.subspaces}",

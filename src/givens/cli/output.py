@@ -8,7 +8,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +25,28 @@ PARTS = (".faiss", ".jsonl", ".lists", ".safetensors")
 NAMED = ("config.json", "manifest.json", "results.json")
 # Seconds between two lines of progress where there is no terminal.
 LINE_EVERY = 30.0
+# What `undo` calls: an interrupt ends the process without leaving its `with` blocks.
+_undoing: list[Callable[[], object]] = []
 
 
-def command(*words: object) -> str:
+def undo() -> None:
+    """Take away what a command that is not over shows and has begun: bars and empty folders."""
+    for call in reversed(_undoing):
+        with suppress(OSError):
+            call()
+
+
+@contextmanager
+def _undone_by(call: Callable[[], object]) -> Iterator[None]:
+    """Have `undo` call this, inside the block."""
+    _undoing.append(call)
+    try:
+        yield
+    finally:
+        _undoing.remove(call)
+
+
+def quote_command(*words: object) -> str:
     """A command to go on with, as a shell takes it."""
     return shlex.join(map(str, words))
 
@@ -51,7 +70,7 @@ def progress(description: str) -> Iterator[Any]:
         with Lines(description) as lines:
             yield lines
         return
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar, _undone_by(bar.stop):
         yield Bar(bar, bar.add_task(description, total=None))
 
 
@@ -117,7 +136,7 @@ class Lines:
             print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def record(seed: int | None, device: str, **configuration: Any) -> dict[str, Any]:
+def make_record(seed: int | None, device: str, **configuration: Any) -> dict[str, Any]:
     """How a file came about, to be kept beside it."""
     return {
         "configuration": {
@@ -126,7 +145,7 @@ def record(seed: int | None, device: str, **configuration: Any) -> dict[str, Any
         },
         "command": sys.argv[1:],
         "seed": seed,
-        "device": _device(device),
+        "device": _describe_device(device),
         "threads": torch.get_num_threads(),
         "versions": {
             "givens": givens.__version__,
@@ -140,11 +159,11 @@ def record(seed: int | None, device: str, **configuration: Any) -> dict[str, Any
 
 def write_record(path: Path, content: dict[str, Any]) -> Path:
     """Write a record beside the file it is about."""
-    files.write_json(beside(path), {**content, "checksum": files.checksum(path)})
-    return beside(path)
+    files.write_json(get_record_path(path), {**content, "checksum": files.checksum(path)})
+    return get_record_path(path)
 
 
-def names_path(index: Path) -> Path:
+def get_names_path(index: Path) -> Path:
     """Where the names of an index's vectors are, a line for each id."""
     return index.with_name(index.name + ".items.txt")
 
@@ -152,16 +171,16 @@ def names_path(index: Path) -> Path:
 def write_names(index: Path, names: Sequence[str] | None) -> None:
     """Write the names beside an index; without any, those of an earlier one go."""
     if names is None:
-        names_path(index).unlink(missing_ok=True)
+        get_names_path(index).unlink(missing_ok=True)
         return
-    with files.replacing(names_path(index)) as temporary:
+    with files.replacing(get_names_path(index)) as temporary:
         text = "".join(f"{' '.join(name.splitlines())}\n" for name in names)
         temporary.write_text(text, "utf-8", newline="\n")
 
 
 def read_names(index: Path) -> list[str] | None:
     """The names of an index's vectors: from `givens build`, or items.txt of `givens train`."""
-    path = names_path(index)
+    path = get_names_path(index)
     if not path.is_file() and "log" in read_record(index):
         path = index.with_name("items.txt")
     return path.read_text("utf-8").split("\n")[:-1] if path.is_file() else None
@@ -170,7 +189,7 @@ def read_names(index: Path) -> list[str] | None:
 def read_record(path: Path) -> dict[str, Any]:
     """What was recorded beside a file, if it is still there."""
     try:
-        return dict(json.loads(beside(path).read_text("utf-8")))
+        return dict(json.loads(get_record_path(path).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 
@@ -191,16 +210,16 @@ def check_outputs(
         sources: what is read: files, folders, tables of files, addresses.
         folders: whether outputs that are folders are written into.
     """
-    read = {_identity(path): path for source in sources if source for path in _read_with(source)}
+    read = {_identify(path): path for source in sources if source for path in _list_read(source)}
     taken: dict[Any, str] = {}
     for option, path in outputs.items():
         if path is None:
             continue
-        for written in (path, beside(path)):
-            if (source := read.get(_identity(written))) is not None:
+        for written in (path, get_record_path(path)):
+            if (source := read.get(_identify(written))) is not None:
                 which = option if written == path else f"{written}, written beside {option},"
                 raise ValueError(f"{which} must not be {source}, which is read")
-            other = taken.setdefault(_identity(written), option)
+            other = taken.setdefault(_identify(written), option)
             if other != option:
                 raise ValueError(
                     f"{other} and {option} must be two files, but both are {outputs[other]}"
@@ -214,14 +233,14 @@ def check_folder(
     folder: Path, names: Iterable[str], sources: Iterable[str | Path | None] = ()
 ) -> None:
     """Refuse a folder of results that is read, or where one of these would be a file that is."""
-    read = {_identity(path): path for source in sources if source for path in _read_with(source)}
+    read = {_identify(path): path for source in sources if source for path in _list_read(source)}
     for name in ("", *names):
-        if (source := read.get(_identity(folder / name))) is not None:
+        if (source := read.get(_identify(folder / name))) is not None:
             which = f": its {name} would be {source}," if name else ","
             raise ValueError(f"--output must not be {folder}{which} which is read")
 
 
-def _identity(path: Path) -> Any:
+def _identify(path: Path) -> Any:
     """The same for two names of one file, of one that is not there yet too."""
     try:
         about = path.stat()
@@ -230,7 +249,7 @@ def _identity(path: Path) -> Any:
     return about.st_dev, about.st_ino
 
 
-def _read_with(source: str | Path) -> Iterator[Path]:
+def _list_read(source: str | Path) -> Iterator[Path]:
     """The files that are read where this is named: it, those in it, and its record."""
     path = Path(source)
     if vectors.is_remote(source):
@@ -246,11 +265,11 @@ def _read_with(source: str | Path) -> Iterator[Path]:
             known = PARTS if ours else vectors.SUFFIXES
             if file.suffix.lower() in known or file.name in NAMED:
                 yield file
-    elif beside(path).exists():
-        yield beside(path)
+    elif get_record_path(path).exists():
+        yield get_record_path(path)
 
 
-def beside(path: Path) -> Path:
+def get_record_path(path: Path) -> Path:
     """Where the record of a file is."""
     return files.record_path(path)
 
@@ -259,22 +278,29 @@ def beside(path: Path) -> Path:
 def folder(path: Path) -> Iterator[None]:
     """A folder of results, made unless it is there; taken away if an error leaves it empty."""
     made = [one for one in (path, *path.parents) if not one.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"--output must be a folder, but {path} is a file or in one") from error
-    try:
-        yield
-    except BaseException:
+
+    def remove() -> None:
         for one in made:
             with suppress(OSError):
                 one.rmdir()
-        raise
+
+    with _undone_by(remove):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(
+                f"--output must be a folder, but {path} is a file or in one"
+            ) from error
+        try:
+            yield
+        except BaseException:
+            remove()
+            raise
 
 
-def size(path: Path) -> str:
+def format_size(path: Path) -> str:
     """The size of a file or of a folder's files, for people."""
-    count = float(bytes_of(path))
+    count = float(count_bytes(path))
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -282,7 +308,7 @@ def size(path: Path) -> str:
     return f"{count:.1f} GB"
 
 
-def bytes_of(path: Path) -> int:
+def count_bytes(path: Path) -> int:
     """Bytes of a file, or of the files in a folder."""
     inside = path.iterdir() if path.is_dir() else [path]
     return sum(file.stat().st_size for file in inside)
@@ -304,7 +330,7 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def pyplot() -> Any:
+def import_pyplot() -> Any:
     """Matplotlib, for files only."""
     try:
         import matplotlib
@@ -317,7 +343,7 @@ def pyplot() -> Any:
     return pyplot
 
 
-def _device(name: str) -> str:
+def _describe_device(name: str) -> str:
     device = torch.device(name)
     if device.type == "cuda":
         return f"{name}: {torch.cuda.get_device_name(device)}"

@@ -42,12 +42,12 @@ def fig4(
     from givens.paper import fig4
     from givens.paper.rows import read, write
 
-    pyplot = out.pyplot()
+    pyplot = out.import_pyplot()
     measured = read(rows) if rows else []
     if rows and not (measured and all("median_us" in row for row in measured)):
         raise ValueError(f"{rows} holds no rows of fig4")
     place = measured[0]["device"] if measured else out.check_device(device).type
-    sizes = _sizes(dims) or ((16, 32) if smoke else fig4.DIMS[place])
+    sizes = _parse_sizes(dims) or ((16, 32) if smoke else fig4.DIMS[place])
     _prepare(output, (f"fig4-{place}.png", *([] if rows else [f"fig4-{place}.json"])), rows)
     if not measured:
         with out.progress("timing") as bar:
@@ -108,7 +108,7 @@ def _fig2(part: str, data: Path, output: Path, device: str, iterations: int, smo
     place = out.check_device(device).type
     if iterations < 1:
         raise ValueError(f"--iterations must be at least 1, but got {iterations}")
-    pyplot = out.pyplot()
+    pyplot = out.import_pyplot()
     x = fig2.read_base(data, place)
     if smoke:
         x, iterations = x[:5000], min(iterations, 3)
@@ -155,8 +155,8 @@ def fig3(
     from givens.paper import fig3
     from givens.paper.joint import Runs, log_for, slug
 
-    pyplot = out.pyplot()
-    chosen = _chosen(methods, fig3.CURVES)
+    pyplot = out.import_pyplot()
+    chosen = _choose_methods(methods, fig3.CURVES)
     if "frozen" not in chosen:
         raise ValueError("--methods must have frozen among them, which others are compared with")
     log = log_for(data, smoke=smoke)
@@ -166,7 +166,7 @@ def fig3(
     _prepare(output, names, data)
     with out.progress("runs") as bar:
         bar.start(len(configs) * (len(chosen) + 1))
-        runs = Runs(output / f"joint-{slug(log.name)}.json", place, _teller(bar))
+        runs = Runs(output / f"joint-{slug(log.name)}.json", place, _make_teller(bar))
         rows = fig3.run(runs, log, configs, chosen)
     picture = output / f"fig3-{slug(log.name)}.png"
     for line in fig3.plot(pyplot, rows, picture):
@@ -191,8 +191,8 @@ def table1(
     # Before the work: a missing package.
     p_value([0.0, 1.0], [1.0, 2.0])
     log = log_for(data, smoke=smoke)
-    bytes_of_codes = _sizes(sizes, "--sizes")
-    chosen = _chosen(methods, METHODS)
+    bytes_of_codes = _parse_sizes(sizes, "--sizes")
+    chosen = _choose_methods(methods, METHODS)
     count = (2 if smoke else SEEDS) if seeds is None else seeds
     configs = _configs(log, bytes_of_codes, count, smoke, warmup=warmup, steps=steps)
     place = out.check_device(device).type
@@ -200,7 +200,7 @@ def table1(
     _prepare(output, names, data)
     with out.progress("runs") as bar:
         bar.start(len(configs) * len(chosen) + count)
-        runs = Runs(output / f"joint-{slug(log.name)}.json", place, _teller(bar))
+        runs = Runs(output / f"joint-{slug(log.name)}.json", place, _make_teller(bar))
         table1.run(runs, log, configs, chosen)
     written = output / f"table1-{slug(log.name)}.md"
     # With those of earlier runs: other sizes, other methods.
@@ -225,7 +225,7 @@ def when(
     from givens.paper import when
     from givens.paper.joint import SEEDS, Runs
 
-    pyplot = out.pyplot()
+    pyplot = out.import_pyplot()
     made = when.logs(smoke=smoke)
     count = (2 if smoke else SEEDS) if seeds is None else seeds
     options = {"dim": dim, "warmup": warmup, "steps": steps}
@@ -234,7 +234,7 @@ def when(
     _prepare(output, ("when.json", "when.png"))
     with out.progress("runs") as bar:
         bar.start(count * len(made) * (4 * len(when.STARTS) + 1))
-        runs = Runs(output / "when.json", place, _teller(bar))
+        runs = Runs(output / "when.json", place, _make_teller(bar))
         rows = when.run(runs, made, options, count)
     picture = output / "when.png"
     for line in when.plot(pyplot, rows, picture):
@@ -254,7 +254,7 @@ def _configs(
     log: Any, sizes: tuple[int, ...], seeds: int, smoke: bool, **options: int | None
 ) -> list[Any]:
     """A configuration for each seed and size, the rates as they are for all."""
-    from givens.retrieval.config import suited
+    from givens.retrieval.config import config_for
 
     if seeds < 1:
         raise ValueError(f"--seeds must be at least 1, but got {seeds}")
@@ -268,20 +268,20 @@ def _configs(
     # Nearly the steepest pairing, as figure 4 times it too: on a GPU, without waiting for a core.
     chosen["exact"] = False
     return [
-        suited(log, **chosen, subspaces=size, seed=seed)
+        config_for(log, **chosen, subspaces=size, seed=seed)
         for seed in range(seeds)
         for size in dict.fromkeys(sizes)
     ]
 
 
-def _chosen(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+def _choose_methods(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     chosen = tuple(text.split(",")) if text else known
     if unknown := [name for name in chosen if name not in known]:
         raise ValueError(f"--methods must be of {', '.join(known)}, but got {unknown[0]!r}")
     return chosen
 
 
-def _teller(bar: out.Bar) -> Callable[[str], None]:
+def _make_teller(bar: out.Bar) -> Callable[[str], None]:
     def tell(line: str) -> None:
         typer.echo(line)
         bar.advance()
@@ -289,7 +289,7 @@ def _teller(bar: out.Bar) -> Callable[[str], None]:
     return tell
 
 
-def _sizes(text: str, name: str = "--dims") -> tuple[int, ...]:
+def _parse_sizes(text: str, name: str = "--dims") -> tuple[int, ...]:
     try:
         sizes = tuple(int(part) for part in text.split(",") if part)
     except ValueError:

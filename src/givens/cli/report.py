@@ -24,13 +24,13 @@ def report(
     if output.suffix != ".html":
         raise ValueError(f"{output} must end in .html")
     out.check_outputs({"--output": output}, runs)
-    from givens.report.findings import findings
-    from givens.report.page import report as written
+    from givens.report.findings import describe_findings
+    from givens.report.page import write_report
 
     with out.progress("measuring") as bar:
         bar.start(len(runs))
-        entries = written(runs, output, tell=bar.advance)
-    for line in findings(entries):
+        entries = write_report(runs, output, tell=bar.advance)
+    for line in describe_findings(entries):
         typer.echo(line)
-    typer.echo(f"Written: {output} ({out.size(output)}), of {len(entries)} runs")
+    typer.echo(f"Written: {output} ({out.format_size(output)}), of {len(entries)} runs")
     typer.echo(f"Next: open {output} in a browser")

@@ -58,8 +58,8 @@ def search(
     if rerank is None and (candidates is not None or ids is not None):
         raise ValueError("--candidates and --ids go with --rerank")
     stored = open_index(index, mapped=mapped)
-    asked = vectors.read(queries, "test")
-    check_queries(stored.index, asked, k)
+    Q = vectors.read(queries, "test")
+    check_queries(stored.index, Q, k)
     set_nprobe(stored.index, nprobe)
     proposed = 10 * k if candidates is None else candidates
     wanted = k if rerank is None else min(proposed, stored.index.ntotal)
@@ -68,14 +68,14 @@ def search(
     original = names = None
     if rerank is not None:
         original = vectors.read(rerank, "train")
-        names = names_of(stored, original, ids, "--rerank")
+        names = match_ids(stored, original, ids, "--rerank")
 
-    found = np.empty((len(asked), k), np.int64)
-    values = np.empty((len(asked), k), np.float32)
+    found = np.empty((len(Q), k), np.int64)
+    values = np.empty((len(Q), k), np.float32)
     spent = 0.0
     with out.progress("searching") as bar:
-        bar.start(len(asked))
-        for part, at in batches(asked):
+        bar.start(len(Q))
+        for part, at in batches(Q):
             began = time.perf_counter()
             D, I = stored.index.search(part, wanted)  # noqa: E741
             if original is not None:
@@ -88,20 +88,20 @@ def search(
     tables = ((output, found), (scores, values))
     written = {path: files.npy_bytes(table) for path, table in tables if path is not None}
     if output is not None:
-        about = out.record(
+        about = out.make_record(
             None, "cpu", index=index, queries=queries, k=k, nprobe=nprobe, rerank=rerank
         )
         about |= {"seconds": spent, "checksum": hashlib.sha256(written[output]).hexdigest()}
-        written[out.beside(output)] = files.json_bytes(about)
+        written[out.get_record_path(output)] = files.json_bytes(about)
     files.write_together(written)
     typer.echo(
-        f"Searched {len(asked):,} queries among {stored.index.ntotal:,} vectors in {spent:.2f} s "
-        f"({len(asked) / spent:,.0f} a second)"
+        f"Searched {len(Q):,} queries among {stored.index.ntotal:,} vectors in {spent:.2f} s "
+        f"({len(Q) / spent:,.0f} a second)"
         + ("" if rerank is None else f", {wanted} candidates each ranked again")
     )
     if output is None:
         names = out.read_names(index) if ids is None else None
-        for row in range(min(len(asked), 10)):
+        for row in range(min(len(Q), 10)):
             called = [
                 str(i) if names is None or not 0 <= i < len(names) else names[i] for i in found[row]
             ]
@@ -109,7 +109,7 @@ def search(
         typer.echo("Next: the same with -o neighbours.npy, for all of them")
     else:
         typer.echo(f"Written: {output}, {output}.json")
-        again = out.command("givens", "evaluate", index, queries, "--groundtruth", "FILE")
+        again = out.quote_command("givens", "evaluate", index, queries, "--groundtruth", "FILE")
         typer.echo(f"Next: {again}")
 
 
@@ -124,7 +124,7 @@ def set_nprobe(index: Any, nprobe: int) -> None:
         lists.nprobe = min(nprobe, lists.nlist)
 
 
-def names_of(stored: Any, original: vectors.Vectors, ids: str | None, option: str) -> Any:
+def match_ids(stored: Any, original: vectors.Vectors, ids: str | None, option: str) -> Any:
     """What the index calls the original vectors, (N,); None where it is their positions."""
     if original.shape[1] != stored.index.d or len(original) < stored.index.ntotal:
         raise ValueError(

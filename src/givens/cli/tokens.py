@@ -82,11 +82,11 @@ def tokens(
     read = [path for path in (items, quantizer, previous) if path is not None]
     outputs = {"--output": output, "the quantizer": made if quantizer is None else None}
     out.check_outputs(outputs, [source, *read])
-    names = _names(items, x)
+    names = _read_item_names(items, x)
     tokenizer: Tokenizer
     if quantizer is None:
-        how = (subspaces, codewords, _sizes(stages), method, metric, seed, sample or None)
-        tokenizer = _learned(x, *how)
+        how = (subspaces, codewords, _parse_sizes(stages), method, metric, seed, sample or None)
+        tokenizer = _learn(x, *how)
     else:
         if not quantizer.is_file():
             raise FileNotFoundError(f"there is no quantizer {quantizer}")
@@ -98,12 +98,12 @@ def tokens(
     codes = tokenizer.encode(x)
     assigned = assign(codes, names, further=further, previous=before)
     ids, told = assigned.ids, report(codes, tokenizer.sizes)
-    error, norm = tokenizer.distortion(x), _norm(x, tokenizer)
+    error, norm = tokenizer.distortion(x), _measure_norm(x, tokenizer)
     if quantizer is None:
         tokenizer.save(made)
     ids.save(output)
     spent = time.perf_counter() - began
-    about = out.record(
+    about = out.make_record(
         seed if quantizer is None else None,
         "cpu",
         vectors=source,
@@ -144,7 +144,7 @@ def tokens(
             f"Churn: {100 * churn.rate:.2f} %, {churn.changed:,} of {churn.kept + churn.changed:,} "
             f"items have a new ID; {churn.added:,} items came, {churn.removed:,} went"
         )
-    written = f"Written: {output} ({out.size(output)}), {output}.json"
+    written = f"Written: {output} ({out.format_size(output)}), {output}.json"
     lines.append(written + ("" if quantizer is not None else f", {made}"))
     again = quantizer or made
     refresh: tuple[object, ...] = (
@@ -156,11 +156,11 @@ def tokens(
         again,
     )
     refresh += ("--previous", output, *(["--further"] * further))
-    lines.append(f"Next: after the vectors have changed, {out.command('givens', *refresh)}")
+    lines.append(f"Next: after the vectors have changed, {out.quote_command('givens', *refresh)}")
     typer.echo("\n".join(lines))
 
 
-def _learned(
+def _learn(
     x: Any,
     subspaces: int,
     codewords: int,
@@ -188,14 +188,14 @@ def _learned(
         )
 
 
-def _sizes(stages: str) -> list[int]:
+def _parse_sizes(stages: str) -> list[int]:
     try:
         return [int(size) for size in stages.split(",") if stages]
     except ValueError as error:
         raise ValueError(f"--stages must be sizes as 256,256, but got {stages!r}") from error
 
 
-def _names(path: Path | None, x: Any) -> Any:
+def _read_item_names(path: Path | None, x: Any) -> Any:
     """The items' names from their file, or from vectors of text; None for positions."""
     if path is None:
         own = vectors.names_of(x)
@@ -219,7 +219,7 @@ def _check_maker(previous: Path, tokenizer: Any) -> None:
         )
 
 
-def _norm(x: Any, tokenizer: Any) -> float:
+def _measure_norm(x: Any, tokenizer: Any) -> float:
     if tokenizer.normalise or (tokenizer.tail and tokenizer.tail.metric == "cosine"):
         return 1.0
     total = sum(

@@ -1,21 +1,23 @@
 """`givens train`: towers and index from a click log."""
 
 import dataclasses
+import inspect
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
+import torch
 import typer
 
 from givens import distributed
 from givens.checks import check_number
 from givens.cli import output as out
-from givens.retrieval.config import Config, Method, Start, suited
-from givens.retrieval.data import Log
+from givens.retrieval.config import SIZES, Config, Size, config_for
+from givens.retrieval.data import MIN_ITEMS, MIN_RATING, Log
 from givens.storage import files
 
-METHODS = get_args(Method)
 # Of a run's folder, beside its checkpoint.
 WRITTEN = (
     "config.json",
@@ -31,111 +33,133 @@ WRITTEN = (
 )
 
 
+# Steps of a phase that are left out of its timing, while code is compiled, and those timed.
+SETTLE, TIMED = 5, 20
+# Fields of `Config` whose defaults depend on the size.
+SIZED = {name for options in SIZES.values() for name in options} | {"batch", "every"}
+
+
+def _add_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of `Config` as options, in the place of its `**options`."""
+    signature = inspect.signature(command)
+    ours = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    fields = [_make_option(one) for one in dataclasses.fields(Config)]
+    parameters = signature.replace(parameters=[*ours, *fields])
+    command.__signature__ = parameters  # type: ignore[attr-defined]
+    return command
+
+
+def _make_option(field: dataclasses.Field[Any]) -> inspect.Parameter:
+    kind, told = get_args(field.type)
+    sized = field.name in SIZED
+    if get_origin(kind) is Literal:
+        kind = str
+    if sized or field.default is None:
+        # None stands for what the size says.
+        kind = kind | None
+    shown = typer.Option(
+        f"--{field.name.replace('_', '-')}",
+        help=told.text,
+        rich_help_panel=told.panel,
+        show_default="by --size" if sized else True,
+    )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if sized else field.default,
+        annotation=Annotated[kind, shown],
+    )
+
+
+@_add_options
 def train(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the run.")],
     data: Annotated[
         Path | None, typer.Option(help="Folder or file of a log; the built-in one if not given.")
     ] = None,
-    method: Annotated[str, typer.Option(help=f"How R is learned: {', '.join(METHODS)}.")] = "gcd",
-    start: Annotated[
-        str, typer.Option(help=f"Where R starts: {', '.join(get_args(Start))}.")
-    ] = "opq",
-    exact: Annotated[bool, typer.Option(help="Whether gcd-steepest is exactly that.")] = True,
-    dim: Annotated[int | None, typer.Option(help="Of the embeddings; 512, or 64 built-in.")] = None,
-    subspaces: Annotated[
-        int | None, typer.Option(help="Bytes of a code; 32, or 8 built-in.")
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="small: 64 dimensions, 8 bytes an item, 1,200 steps; medium: 128, 16 bytes, "
+            "3,000 steps; large: 512, 32 bytes, 3,000 steps or more, for a GPU. By default small "
+            "for the built-in log, large for --data. "
+            "The time is told after the first steps."
+        ),
     ] = None,
-    codewords: Annotated[int, typer.Option(help="Codewords of each subspace, 2 to 256.")] = 256,
-    coarse: Annotated[int, typer.Option(help="Lists of an inverted file; 0 for none.")] = 0,
-    warmup: Annotated[int | None, typer.Option(help="Steps without the index.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps with it.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Examples of a step, of all ranks.")] = None,
-    history: Annotated[int | None, typer.Option(help="Items the user tower looks back at.")] = None,
-    pool: Annotated[str, typer.Option(help="Of the history: mean or attention.")] = "attention",
-    loss: Annotated[str, typer.Option(help="softmax or hinge.")] = "softmax",
-    negatives: Annotated[
-        int | None, typer.Option(help="Drawn items a batch shares; all items where they are few.")
-    ] = None,
-    lr: Annotated[float | None, typer.Option(help="Rate of the towers without the index.")] = None,
-    joint_lr: Annotated[
-        float | None, typer.Option(help="Rate of towers and codebooks with the index.")
-    ] = None,
-    angle: Annotated[float | None, typer.Option(help="How far R turns in a step, about.")] = None,
-    weight: Annotated[float | None, typer.Option(help="Of the distortion in the loss.")] = None,
-    every: Annotated[int, typer.Option(help="Steps between looks at validation users.")] = 100,
+    min_rating: Annotated[
+        float, typer.Option(help="Lower ratings of --data are left out.")
+    ] = MIN_RATING,
+    min_items: Annotated[
+        int, typer.Option(help="Users of --data with fewer items than this are left out.")
+    ] = MIN_ITEMS,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where a run was stopped.")
+        bool,
+        typer.Option("--resume", help="Continue a run that was stopped, with the same options."),
     ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
+    **options: Any,
 ) -> None:
     """Train two towers, codebooks and the rotation together, and build their index.
 
     Reads MovieLens (ratings.dat, ratings.csv), Amazon's reviews (.json, .json.gz), rows of
-    "user item time" and lines of "user item item …". Writes into the folder: config.json,
-    metrics.jsonl, towers.safetensors, quantizer.safetensors, index.faiss, items.txt, whose lines
-    are what the index's ids 0, 1, … are called in the data, and results.json.
+    "user item time" and lines of "user item item …". Ratings of 4 and more count, and users with
+    at least 10 of them; --min-rating and --min-items change that. Writes into the folder:
+    config.json, metrics.jsonl, towers.safetensors, quantizer.safetensors, index.faiss, items.txt,
+    whose lines are what the index's ids 0, 1, … are called in the data, and results.json.
 
     Under torchrun its processes train one model together, on a GPU each with --device cuda.
 
     Example: givens train -o run --data ml-1m --device cuda
 
+    Example: givens train -o run --data clicks.csv --size small --min-items 5
+
     Example: torchrun --nproc-per-node 8 -m givens train -o run --data ml-1m --device cuda
     """
-    _train(
-        output,
-        data,
-        resume=resume,
-        device=device,
-        method=method,
-        start=start,
-        exact=exact,
-        dim=dim,
-        subspaces=subspaces,
-        codewords=codewords,
-        coarse=coarse,
-        warmup=warmup,
-        steps=steps,
-        batch=batch,
-        history=history,
-        pool=pool,
-        loss=loss,
-        negatives=negatives,
-        lr=lr,
-        joint_lr=joint_lr,
-        angle=angle,
-        weight=weight,
-        every=every,
-        seed=seed,
-    )
+    _train(output, data, size, (min_rating, min_items), resume, device, options)
     distributed.leave()
 
 
-def _train(output: Path, data: Path | None, *, resume: bool, device: str, **options: Any) -> None:
-    """The command, by one process or as one rank of several."""
+def _train(
+    output: Path,
+    data: Path | None,
+    size: str | None,
+    rules: tuple[float, int],
+    resume: bool,
+    device: str,
+    options: dict[str, Any],
+) -> None:
+    """Run the command, as one process or as one rank of several."""
     from givens.retrieval.data import click_log
     from givens.retrieval.readers import read
     from givens.retrieval.train import CHECKPOINT
-    from givens.retrieval.train import train as trained
+    from givens.retrieval.train import train as train_towers
 
     began = time.perf_counter()
     place = distributed.join(out.check_device(device))
     if (output / CHECKPOINT).exists() and not resume:
         raise ValueError(f"{output} holds a run; go on with --resume, or choose another folder")
-    log = click_log() if data is None else read(data)
-    config = suited(log, small=data is None, **options)
+    if data is None:
+        if rules != (MIN_RATING, MIN_ITEMS):
+            raise ValueError("--min-rating and --min-items go with --data")
+        log = click_log()
+    else:
+        log = read(data, min_rating=rules[0], min_items=rules[1])
+    size = size or ("small" if data is None else "large")
+    config = config_for(log, size=cast(Size, size), **options)
     config.check(log)
     if not distributed.is_first():
-        trained(log, config, output, resume=resume, device=place)
+        train_towers(log, config, output, resume=resume, device=place)
         return
     inside = data.iterdir() if data is not None and data.is_dir() else ()
     out.check_folder(output, (*WRITTEN, CHECKPOINT), [data, *inside])
     typer.echo(log)
+    if log.selection is not None and log.selection.drops:
+        typer.echo(f"Left out: {log.selection} (--min-items, --min-rating)")
     # A run that goes on keeps its own record, whose options were the same or are refused below.
     record = output / "config.json"
     about = {**run_record(config, log, device, data), "seconds": 0.0}
     if (output / CHECKPOINT).exists() and record.exists():
-        about = _earlier(record)
+        about = _read_record(record)
     before = about.get("seconds")
 
     def write_record() -> None:
@@ -147,13 +171,17 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
     with out.folder(output):
         write_record()
     with out.progress("warm-up") as bar:
+        clock = Clock(bar, config, place)
 
         def tell(row: dict[str, Any]) -> None:
             write_record()
-            bar.stand(row["step"], config.total, _note(row))
+            clock.note = _describe_row(row)
+            clock.show(row["step"])
 
-        done = trained(log, config, output, resume=resume, device=place, tell=tell)
-    for line in _told(config, done.results):
+        done = train_towers(
+            log, config, output, resume=resume, device=place, tell=tell, progress=clock.count
+        )
+    for line in _describe_results(config, done.results):
         typer.echo(line)
     write_record()
     spent = time.perf_counter() - began
@@ -161,13 +189,57 @@ def _train(output: Path, data: Path | None, *, resume: bool, device: str, **opti
     typer.echo(
         f"Written in {spent:.0f} s: {output}/ (config.json, metrics.jsonl, results.json, "
         f"towers.safetensors, quantizer.safetensors, {'' if data is None else 'items.txt, '}"
-        f"index.faiss of {out.size(index)})\n"
-        f"Next: {out.command('givens', 'report', output, '-o', 'report.html')}, "
-        f"{out.command('tensorboard', '--logdir', output)}"
+        f"index.faiss of {out.format_size(index)})\n"
+        f"Next: {out.quote_command('givens', 'report', output, '-o', 'report.html')}, "
+        f"{out.quote_command('tensorboard', '--logdir', output)}"
     )
 
 
-def _earlier(path: Path) -> dict[str, Any]:
+class Clock:
+    """Shows the progress of a run, and says after the first steps of a phase how long it takes."""
+
+    def __init__(self, bar: out.Bar, config: Config, device: torch.device) -> None:
+        self.bar, self.config, self.device = bar, config, device
+        self.note = "warm-up"
+        self.first: int | None = None
+        self.began = 0.0
+
+    def show(self, step: int) -> None:
+        """Show a step on the bar."""
+        self.bar.stand(step, self.config.total, self.note)
+
+    def count(self, step: int) -> None:
+        """Hear of a step that was taken."""
+        self.show(step)
+        c = self.config
+        if self.first is None or step == c.warmup + 1:
+            self.first = step
+        if step == self.first + SETTLE:
+            self.began = self._read()
+        elif step == self.first + SETTLE + TIMED:
+            each = (self._read() - self.began) / TIMED
+            end, name = (c.warmup, "Warm-up") if step <= c.warmup else (c.total, "With the index")
+            where = self.device.type
+            if where == "cpu":
+                where = f"CPU, threads: {torch.get_num_threads()}"
+            typer.echo(
+                f"{name}: about {_describe_seconds(each * (end - step))} for the remaining "
+                f"{end - step:,} steps ({1000 * each:.0f} ms each, {where})"
+            )
+
+    def _read(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _describe_seconds(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _read_record(path: Path) -> dict[str, Any]:
     """The record of a run that goes on."""
     try:
         about: dict[str, Any] = dict(json.loads(path.read_text("utf-8")))
@@ -185,26 +257,36 @@ def run_record(config: Config, log: Log, device: str, data: Path | None) -> dict
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
     if not distributed.alone():
         options["ranks"] = distributed.count()
-    about = out.record(config.seed, device, data=data and str(data), **options)
+    about = out.make_record(config.seed, device, data=data and str(data), **log.rules, **options)
+    if log.selection is not None:
+        about["selection"] = dataclasses.asdict(log.selection)
     return {**about, "log": str(log)}
 
 
-def _note(row: dict[str, Any]) -> str:
+def _describe_row(row: dict[str, Any]) -> str:
     note = f"{row['phase']}: validation recall {100 * row['recall']:.1f} %"
     return f"{note}, distortion {row['distortion']:.4f}" if "distortion" in row else note
 
 
-def _told(config: Config, results: dict[str, Any]) -> list[str]:
-    """The results of the test users, a line for each way to search."""
+def _describe_results(config: Config, results: dict[str, Any]) -> list[str]:
+    """What test users find, a line for each way to search; a warning first if it is too little."""
     names = {
         "full": "full precision",
         "index": f"index, {config.bytes} bytes",
         "popularity": "popularity",
     }
     lines = []
+    k = max(int(name[7:]) for name in results["index"] if name.startswith("recall@"))
+    found, popular = (100 * results[by][f"recall@{k}"] for by in ("index", "popularity"))
+    if found < popular:
+        lines.append(
+            f"Warning: recall@{k} of the index, {found:.2f} %, is below that of popularity alone, "
+            f"{popular:.2f} %: the towers have learned too little to be of use. Train longer "
+            "(--warmup, --steps), take a larger --size, or keep more of the log (--min-items)."
+        )
     for kind, name in names.items():
-        told = (f"{metric} {100 * value:.2f} %" for metric, value in results[kind].items())
-        kept = [line for line in told if line.split("@")[1].startswith(("100 ", "10 "))]
+        values = (f"{metric} {100 * value:.2f} %" for metric, value in results[kind].items())
+        kept = [value for value in values if value.split("@")[1].startswith(("100 ", "10 "))]
         lines.append(f"{name:>18}: {', '.join(kept)}")
     lines.append(f"Distortion {results['distortion']:.4f}; best step {results['best_step']:,}")
     return lines

@@ -5,9 +5,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from givens.paper.joint import METHODS, NAMES, Runs, distortion, named, of, verdict
+from givens.paper.joint import METHODS, Runs, distortion, named, of, verdict
 from givens.paper.rows import Rows, plain_ticks, save_picture
-from givens.retrieval.config import Config
+from givens.retrieval.config import LABELS, Config
 from givens.retrieval.data import Log
 
 CURVES = tuple(method for method in METHODS if method != "post-hoc")
@@ -83,7 +83,7 @@ def claims(rows: Rows) -> list[str]:
         mine, other = (of(rows, method=method) for method in methods)
         if not (mine and other):
             continue
-        first, second = (NAMES[method] for method in methods)
+        first, second = (LABELS[method] for method in methods)
         found = verdict(mine, other, distortion, lower=True)
         told.append(f"{first} ends below {second}: {found}")
     config = rows[0]["config"]

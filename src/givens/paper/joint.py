@@ -16,24 +16,13 @@ from torch import Tensor
 from givens.paper.rows import Rows, environment, read, write
 from givens.quantizer import Quantizer
 from givens.retrieval import checkpoint
-from givens.retrieval.config import Config, Method
+from givens.retrieval.config import LABELS, Config, Method
 from givens.retrieval.data import Log, click_log
 from givens.retrieval.readers import read as read_log
 from givens.retrieval.train import train, warm_up
 
 SEEDS, SIGNIFICANT = 5, 0.05
 METHODS: tuple[str, ...] = get_args(Method)
-NAMES = {
-    "frozen": "frozen (the baseline)",
-    "cayley": "Cayley",
-    "expm": "matrix exponential",
-    "penalty": "penalty",
-    "gcd": "GCD",
-    "gcd-random": "GCD-R",
-    "gcd-greedy": "GCD-G",
-    "gcd-steepest": "GCD-S",
-    "post-hoc": "Faiss OPQ afterwards",
-}
 # The paper's log of its industry has 10 million clicks of a million queries.
 INDUSTRIAL = {"users": 1_000_000, "items": 1_500_000, "clicks": 10_000_000, "words": 50_000}
 SMOKE = {"users": 2000, "items": 600, "clicks": 40_000}
@@ -91,7 +80,7 @@ class Runs:
         self.rows.append(row)
         write(self.path, self.rows)
         self.tell(
-            f"{log.name}, {config.bytes} bytes, {NAMES[config.method]}, seed {config.seed}: "
+            f"{log.name}, {config.bytes} bytes, {LABELS[config.method]}, seed {config.seed}: "
             f"recall@100 {100 * recall(row):.2f} %, distortion {row['final_distortion']:.4f}"
         )
         return row
@@ -139,7 +128,7 @@ def of(rows: Iterable[dict[str, Any]], **labels: Any) -> Rows:
 
 def named(mine: Rows, rows: Rows) -> str:
     """The name of the method of some rows, with their seeds where there are more among all."""
-    name, count = NAMES[mine[0]["method"]], len({row["seed"] for row in mine})
+    name, count = LABELS[mine[0]["method"]], len({row["seed"] for row in mine})
     if count == len({row["seed"] for row in rows}):
         return name
     return f"{name}, {count} seed{'s' * (count > 1)}"

@@ -8,7 +8,6 @@ from typing import Any
 
 from givens.paper.joint import (
     METHODS,
-    NAMES,
     Runs,
     distortion,
     named,
@@ -19,7 +18,7 @@ from givens.paper.joint import (
     verdict,
 )
 from givens.paper.rows import Rows
-from givens.retrieval.config import Config
+from givens.retrieval.config import LABELS, Config
 from givens.retrieval.data import Log
 
 # p@100 and r@100 in %.
@@ -101,11 +100,11 @@ def claims(rows: Rows) -> list[str]:
         if not (base and (mine := of(rows, method=method))):
             continue
         told.append(
-            f"{NAMES[method]} lowers the distortion of the baseline: "
+            f"{LABELS[method]} lowers the distortion of the baseline: "
             f"{verdict(mine, base, distortion, lower=True)}"
         )
         told.append(
-            f"{NAMES[method]} raises its recall@100: {verdict(mine, base, recall, lower=False)}"
+            f"{LABELS[method]} raises its recall@100: {verdict(mine, base, recall, lower=False)}"
         )
     mine, after = of(rows, method="gcd-greedy"), of(rows, method="post-hoc")
     if mine and after:

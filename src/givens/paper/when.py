@@ -11,7 +11,7 @@ from typing import Any
 
 from givens.paper.joint import SMOKE, Runs, distortion, of, p_value, paired_p_value, recall
 from givens.paper.rows import Rows, save_picture
-from givens.retrieval.config import Config, suited
+from givens.retrieval.config import Config, config_for
 from givens.retrieval.data import Log, click_log
 
 STARTS = ("opq", "identity", "random")
@@ -35,7 +35,7 @@ def run(runs: Runs, made: dict[str, Log], options: dict[str, Any], seeds: int) -
                 for start in STARTS:
                     for method in ("frozen", "gcd-greedy"):
                         config = dataclasses.replace(
-                            suited(log, small=True, **options),
+                            config_for(log, size="small", **options),
                             method=method,
                             start=start,  # type: ignore[arg-type]
                             fixed_items=fixed,

@@ -21,29 +21,29 @@ class Entry:
     seen: Measured | None
 
 
-def findings(entries: list[Entry]) -> list[str]:
-    """A line for each run whose R was learned: beside frozen, and beside the index afterwards."""
+def describe_findings(entries: list[Entry]) -> list[str]:
+    """Sentences on each run that learned R: against frozen runs, and against post-hoc indexes."""
     done = [(entry.run, entry.seen) for entry in entries if entry.seen is not None]
-    told = []
+    lines = []
     for run, seen in done:
         if run.method in ("frozen", "post-hoc"):
             continue
         for other, theirs in done:
-            if other.method in BESIDE and _alike(run, other):
+            if other.method in BESIDE and _are_alike(run, other):
                 if other.method == "frozen":
-                    told.append(_on_distortion(run, other))
-                told.append(_on_recall((run, seen), (other, theirs)))
-        told.append(_on_size(run))
-    return told
+                    lines.append(_compare_distortion(run, other))
+                lines.append(_compare_recall((run, seen), (other, theirs)))
+        lines.append(_describe_size(run))
+    return lines
 
 
-def _alike(one: Folder, other: Folder) -> bool:
+def _are_alike(one: Folder, other: Folder) -> bool:
     """Whether two runs differ in nothing but how R was learned."""
     mine, theirs = ({**run.options, "log": run.about["log"]} for run in (one, other))
     return all(mine.get(name) == theirs.get(name) for name in {*mine, *theirs} - set(APART))
 
 
-def _on_distortion(mine: Folder, frozen: Folder) -> str:
+def _compare_distortion(mine: Folder, frozen: Folder) -> str:
     here, there = mine.distortion or 0.0, frozen.distortion or 0.0
     change = 100 * (here / max(there, 1e-300) - 1)
     way = "lower" if change < 0 else "higher"
@@ -53,28 +53,31 @@ def _on_distortion(mine: Folder, frozen: Folder) -> str:
     )
 
 
-def _on_recall(mine: tuple[Folder, Measured], other: tuple[Folder, Measured]) -> str:
-    """The same users in both, so that the interval is of their difference."""
+def _compare_recall(mine: tuple[Folder, Measured], other: tuple[Folder, Measured]) -> str:
+    """A paired comparison: the same users are in both, and the interval is of their difference."""
     difference = 100 * (mine[1].users - other[1].users)
     change = float(difference.mean())
     error = float(difference.std()) / math.sqrt(len(difference)) if len(difference) > 1 else 0.0
     low, high = change - SURE * error, change + SURE * error
-    told = f"95 % interval of the difference: {low:+.2f} to {high:+.2f} points"
+    interval = f"95 % confidence interval of the difference: {low:+.2f} to {high:+.2f} points"
     here, there = (f"{100 * (run.recall or 0):.1f} %" for run in (mine[0], other[0]))
     start = f"{mine[0].label}: {mine[0].metric} of the test users is {here}"
     if low <= 0 <= high:
-        return f"{start}, not clearly other than the {there} {BESIDE[other[0].method]} ({told})."
+        return (
+            f"{start}, against {there} {BESIDE[other[0].method]}: no significant difference "
+            f"({interval})."
+        )
     way = "higher" if change > 0 else "lower"
     return (
         f"{start}, {abs(change):.1f} points {way} than the {there} {BESIDE[other[0].method]} "
-        f"({told})."
+        f"({interval})."
     )
 
 
-def _on_size(run: Folder) -> str:
+def _describe_size(run: Folder) -> str:
     full, bytes_of_full = run.found("full") or 0.0, 4 * run.options["dim"]
     return (
         f"{run.label}: with {run.bytes} bytes an item it finds "
-        f"{100 * (run.recall or 0) / max(full, 1e-12):.0f} % of what its towers find with "
-        f"{bytes_of_full} bytes, full precision."
+        f"{100 * (run.recall or 0) / max(full, 1e-12):.0f} % of what its towers find in full "
+        f"precision, with {bytes_of_full} bytes."
     )

@@ -17,7 +17,7 @@ from givens.export.faiss import inverted, load_index, to_faiss
 from givens.quantizer import Quantizer, load
 from givens.report.runs import Folder
 from givens.retrieval import checkpoint, evaluate
-from givens.retrieval.batches import Held
+from givens.retrieval.batches import HeldOut
 
 # Queries are asked one after another for so long; a few before that fill the caches.
 SECONDS, BEFORE = 0.5, 20
@@ -59,7 +59,7 @@ class Measured:
 
     users: Float[Tensor, " u"]
     """Each test user's recall by the index."""
-    held: Held
+    held: HeldOut
     speeds: list[Speed]
     """The index, at each nprobe where it has lists; its FastScan form where it may have one; full
     precision last."""
@@ -74,7 +74,7 @@ class Measured:
         return float(torch.special.entr(share).sum(1).exp().mean())
 
 
-def measured(run: Folder) -> Measured | None:
+def measure_run(run: Folder) -> Measured | None:
     """Search a run's index with its test users, or none where the run is not finished.
 
     A run whose files do not belong together is an error: the index must find what results.json
@@ -93,7 +93,7 @@ def measured(run: Folder) -> Measured | None:
     try:
         weight = checkpoint.load_towers(run.path / names[2])["towers.items.weight"]
         queries, held = checkpoint.load_users(run.path / names[3])
-        start = _start(run)
+        start = _load_start(run)
         _check_together(run, index, (q, start), weight, queries, held)
     except (KeyError, TypeError, ValueError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
@@ -101,7 +101,7 @@ def measured(run: Folder) -> Measured | None:
     items = torch.nn.functional.normalize(weight, dim=1)
     k = min(int(run.metric.removeprefix("recall@")), len(items))
     found = evaluate.search(index, queries, held, k)
-    users = recalls(found.items, held, len(items))
+    users = compute_recalls(found.items, held, len(items))
     if abs(float(users.mean()) - run.results["index"][run.metric]) > evaluate.CLOSE:
         raise ValueError(
             f"{run.path}/index.faiss finds {float(users.mean()):.4f}, but results.json says "
@@ -109,24 +109,32 @@ def measured(run: Folder) -> Measured | None:
         )
     codes = q.encode(items).fine
     counts = torch.stack([torch.bincount(c.long(), minlength=q.codewords) for c in codes.T])
-    speeds = [*_speeds(index, queries, held, k), _flat_speed(run, items, queries, held, k)]
+    speeds = [
+        *_measure_speeds(index, queries, held, k),
+        _measure_flat(run, items, queries, held, k),
+    ]
     if q.coarse is None and q.codewords == FAST:
         fast = to_faiss(q, items, kind="pq-fastscan")
-        recall, rate = _recall(fast, queries, held, k), _rate(fast, queries, held, k)
+        recall, rate = (
+            _measure_recall(fast, queries, held, k),
+            _measure_rate(fast, queries, held, k),
+        )
         speeds.insert(1, Speed("FastScan", recall, rate))
-    turn = None if start is None else turned(start, q)
+    turn = None if start is None else compare_rotations(start, q)
     return Measured(users, held, speeds, counts, turn)
 
 
-def recalls(found: Int[Tensor, "b k"], held: Held, catalogue: int) -> Float[Tensor, " u"]:
+def compute_recalls(
+    found: Int[Tensor, "b k"], held: HeldOut, catalogue: int
+) -> Float[Tensor, " u"]:
     """Each user's part of the truth that was found, of users that have one."""
     who = torch.arange(len(found))[:, None]
     hits = torch.isin(who * catalogue + found, held.truth) & (found >= 0)
-    asked = held.sizes > 0
-    return hits[asked].sum(1).double() / held.sizes[asked]
+    counted = held.sizes > 0
+    return hits[counted].sum(1).double() / held.sizes[counted]
 
 
-def turned(start: Quantizer, end: Quantizer) -> Turn:
+def compare_rotations(start: Quantizer, end: Quantizer) -> Turn:
     """How R changed from the index's start to its end."""
     before, after = start.rotation.double(), end.rotation.double()
     M = before.mT @ after
@@ -138,7 +146,7 @@ def turned(start: Quantizer, end: Quantizer) -> Turn:
     return Turn(M.float(), angles[: 2 * (len(M) // 2) : 2].rad2deg(), between)
 
 
-def _start(run: Folder) -> Quantizer | None:
+def _load_start(run: Folder) -> Quantizer | None:
     """The index as it started, where the run has kept it."""
     path = run.path / "start.safetensors"
     return load(path) if path.is_file() else None
@@ -150,7 +158,7 @@ def _check_together(
     quantizers: tuple[Quantizer, Quantizer | None],
     weight: Tensor,
     queries: Tensor,
-    held: Held,
+    held: HeldOut,
 ) -> None:
     """Refuse parts of which one does not go with the others."""
     dim, subspaces = run.options["dim"], run.options["subspaces"]
@@ -180,38 +188,45 @@ def _check_together(
         raise ValueError(f"sizes must be of {users} users, some above 0, but got {held.sizes}")
 
 
-def _speeds(index: Any, queries: Tensor, held: Held, k: int) -> Iterator[Speed]:
+def _measure_speeds(index: Any, queries: Tensor, held: HeldOut, k: int) -> Iterator[Speed]:
     """The index on one thread; where it has lists, with 1, 2, 4, … of them looked into."""
     lists = inverted(index)
     if lists is None:
-        yield Speed("index", _recall(index, queries, held, k), _rate(index, queries, held, k))
+        yield Speed(
+            "index",
+            _measure_recall(index, queries, held, k),
+            _measure_rate(index, queries, held, k),
+        )
         return
     for nprobe in [*(1 << power for power in range((lists.nlist - 1).bit_length())), lists.nlist]:
         lists.nprobe = nprobe
-        recall, rate = _recall(index, queries, held, k), _rate(index, queries, held, k)
+        recall, rate = (
+            _measure_recall(index, queries, held, k),
+            _measure_rate(index, queries, held, k),
+        )
         yield Speed(f"{nprobe} of {lists.nlist} lists", recall, rate)
 
 
-def _flat_speed(run: Folder, items: Tensor, queries: Tensor, held: Held, k: int) -> Speed:
+def _measure_flat(run: Folder, items: Tensor, queries: Tensor, held: HeldOut, k: int) -> Speed:
     """Brute force over the vectors themselves, by Faiss too."""
     import faiss
 
     flat = faiss.IndexFlatIP(items.shape[1])
     flat.add(items.numpy())
-    return Speed("full precision", run.found("full") or 0.0, _rate(flat, queries, held, k))
+    return Speed("full precision", run.found("full") or 0.0, _measure_rate(flat, queries, held, k))
 
 
-def _recall(index: Any, queries: Tensor, held: Held, k: int) -> float:
+def _measure_recall(index: Any, queries: Tensor, held: HeldOut, k: int) -> float:
     m = index.ntotal
-    most = min(k + int(_seen(held, m, len(queries)).max()), m)
+    most = min(k + int(_count_seen(held, m, len(queries)).max()), m)
     scores, found = index.search(queries.numpy(), most)
     answers = evaluate.Ranking(torch.from_numpy(found), torch.from_numpy(scores))
-    return float(recalls(evaluate.unseen(answers, held, m, k).items, held, m).mean())
+    return float(compute_recalls(evaluate.drop_seen(answers, held, m, k).items, held, m).mean())
 
 
-def _rate(index: Any, queries: Tensor, held: Held, k: int) -> float:
+def _measure_rate(index: Any, queries: Tensor, held: HeldOut, k: int) -> float:
     """Queries a second, one after another on one thread, each for k items beside those seen."""
-    wanted = (k + _seen(held, index.ntotal, len(queries))).clamp_max(index.ntotal).tolist()
+    wanted = (k + _count_seen(held, index.ntotal, len(queries))).clamp_max(index.ntotal).tolist()
     rows = list(zip(np.split(queries.numpy(), len(queries)), wanted, strict=True))
     with _one_thread():
         for row, number in rows[:BEFORE]:
@@ -225,7 +240,7 @@ def _rate(index: Any, queries: Tensor, held: Held, k: int) -> float:
     return done / spent
 
 
-def _seen(held: Held, catalogue: int, users: int) -> Int[Tensor, " users"]:
+def _count_seen(held: HeldOut, catalogue: int, users: int) -> Int[Tensor, " users"]:
     """How many items each user has seen."""
     return torch.bincount(held.seen // catalogue, minlength=users)
 

@@ -13,8 +13,8 @@ from markupsafe import Markup
 
 import givens
 from givens.report import figures
-from givens.report.findings import Entry, findings
-from givens.report.measure import measured
+from givens.report.findings import Entry, describe_findings
+from givens.report.measure import measure_run
 from givens.report.runs import read_runs
 from givens.storage import files
 
@@ -38,7 +38,7 @@ class Table:
     note: str
 
 
-def report(
+def write_report(
     paths: Sequence[Path], output: Path, *, tell: Callable[[], object] = lambda: None
 ) -> list[Entry]:
     """Read runs, measure those that are finished, and write the page of all of them.
@@ -47,64 +47,72 @@ def report(
     """
     entries = []
     for run in read_runs(list(paths)):
-        entries.append(Entry(run, measured(run)))
+        entries.append(Entry(run, measure_run(run)))
         tell()
     with files.replacing(output) as temporary:
         # A name may be no Unicode: of a folder, or in a run's JSON.
-        temporary.write_text(page(entries), "utf-8", "backslashreplace")
+        temporary.write_text(render_page(entries), "utf-8", "backslashreplace")
     return entries
 
 
-def page(entries: list[Entry]) -> str:
+def render_page(entries: list[Entry]) -> str:
     """The whole page, which fetches nothing: the browser is told to refuse it.
 
     All that comes from the runs is escaped by the template.
     """
     logs = list(dict.fromkeys(entry.run.about["log"] for entry in entries))
     sections = (
-        ("What was learned", list(figures.learning(entries))),
-        ("What the index gives", list(figures.serving(entries))),
-        ("Codewords and rotation", list(figures.parts(entries))),
+        ("What was learned", list(figures.draw_learning(entries))),
+        ("What the index gives", list(figures.draw_serving(entries))),
+        ("Codewords and rotation", list(figures.draw_parts(entries))),
     )
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
-    return environment.from_string(_resource("page.html")).render(
+    return environment.from_string(_read_resource("page.html")).render(
         entries=entries,
-        style=Markup(_resource("page.css")),
+        style=Markup(_read_resource("page.css")),
         logs=logs,
-        cautions=_cautions(entries, logs),
-        findings=findings(entries),
-        results=_results(entries),
+        cautions=_list_cautions(entries, logs),
+        findings=describe_findings(entries),
+        results=_tabulate_results(entries),
         sections=sections,
-        options=_options(entries),
+        options=_tabulate_options(entries),
         version=givens.__version__,
         written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
-def _resource(name: str) -> str:
+def _read_resource(name: str) -> str:
     return resources.files("givens.report").joinpath(name).read_text("utf-8")
 
 
-def _cautions(entries: list[Entry], logs: list[str]) -> list[str]:
+def _list_cautions(entries: list[Entry], logs: list[str]) -> list[str]:
     """What a reader must know before comparing."""
-    told = []
+    lines = []
     if len(logs) > 1:
-        told.append(
+        lines.append(
             "These runs are of different logs: their numbers are not to be compared with each "
             "other, and the pictures show them side by side only."
         )
-    told += [
+    lines += [
+        f"{entry.run.label}: its index finds less than popularity alone, the same most clicked "
+        f"items for everybody ({100 * recall:.2f} % against {100 * popular:.2f} %); its towers "
+        "have learned too little for these numbers to mean much"
+        for entry in entries
+        if (recall := entry.run.found("index") or 0.0)
+        < (popular := entry.run.found("popularity") or 0.0)
+    ]
+    lines += [
         f"{entry.run.label} is {entry.run.standing}; it has no index yet, and is shown as far as "
         f"it came. Go on with: givens train … -o {entry.run.path} --resume"
         for entry in entries
         if entry.run.results is None
     ]
-    return told
+    return lines
 
 
-def _results(entries: list[Entry]) -> Table:
+def _tabulate_results(entries: list[Entry]) -> Table:
     """A row for each run, and what is there without an index."""
     metrics = list(dict.fromkeys(e.run.metric for e in entries if e.run.results is not None))
     metric = metrics[0] if len(metrics) == 1 else "recall"
@@ -121,40 +129,41 @@ def _results(entries: list[Entry]) -> Table:
     for number, (run, seen) in enumerate((entry.run, entry.seen) for entry in entries):
         perplexity = seen and f"{seen.perplexity:.0f} of {run.options['codewords']}"
         cells = (
-            _number(run.distortion, "{:.4f}"),
-            _number(run.recall, "{:.2%}"),
-            _number(run.found("full"), "{:.2%}"),
+            _format_number(run.distortion, "{:.4f}"),
+            _format_number(run.recall, "{:.2%}"),
+            _format_number(run.found("full"), "{:.2%}"),
             f"{run.bytes}",
             perplexity or "–",
-            _number(run.about.get("seconds"), "{:,.0f}"),
+            _format_number(run.about.get("seconds"), "{:,.0f}"),
         )
         label = Cell(run.label, number % figures.COLOURS, name=True)
         rows.append((label, *map(Cell, cells)))
     popular = {run.found("popularity"): run for run in (e.run for e in entries) if run.results}
     for value, run in popular.items():
         log = f", {run.about['log'].split(':')[0]}" if len(popular) > 1 else ""
-        found = _number(value, "{:.2%}")
+        found = _format_number(value, "{:.2%}")
         rows.append((Cell(f"popularity{log}", name=True), *map(Cell, ("–", found, *"––––"))))
     note = (
         "Distortion: mean squared error of an item's unit vector. Recall: the part of what test "
         "users liked next that is among the items they are given. Both are of the index that is "
-        "kept, at the step that did best on the validation users. Full precision: the same towers "
-        "without the index. Codewords in use: e^entropy, the mean over subspaces. Seconds: of the "
-        "run, all its parts where it was resumed; one that went on from a shared warm-up does not "
-        "count it."
+        "kept, from the step that did best on the validation users. Full precision: the same "
+        "towers without an index. Codewords in use: e^entropy, the mean over subspaces. Seconds: "
+        "of the whole run, also if it was resumed, but without a warm-up that it shares."
     )
     return Table(heads, rows, note)
 
 
-def _options(entries: list[Entry]) -> Table:
+def _tabulate_options(entries: list[Entry]) -> Table:
     """Options in which runs differ, those in which all agree, commands and environments."""
     runs = [entry.run for entry in entries]
 
     def row(name: str, values: Sequence[Any], *, code: bool = False) -> tuple[Cell, ...]:
-        return Cell(name, name=True), *(Cell(_text(value), code=code) for value in values)
+        return Cell(name, name=True), *(Cell(_format_value(value), code=code) for value in values)
 
     names = list(dict.fromkeys(name for run in runs for name in run.options))
-    apart = [name for name in names if len({_text(run.options.get(name)) for run in runs}) > 1]
+    apart = [
+        name for name in names if len({_format_value(run.options.get(name)) for run in runs}) > 1
+    ]
     versions = [run.about.get("versions", {}) for run in runs]
     packages = dict.fromkeys(name for there in versions for name in there)
     commands = [f"givens {' '.join(map(str, run.about.get('command', [])))}" for run in runs]
@@ -166,14 +175,14 @@ def _options(entries: list[Entry]) -> Table:
         *(row(name, [there.get(name) for there in versions]) for name in packages),
         row("command", commands, code=True),
     ]
-    same = [f"{name} {_text(runs[0].options[name])}" for name in names if name not in apart]
+    same = [f"{name} {_format_value(runs[0].options[name])}" for name in names if name not in apart]
     note = f"The same in all runs: {', '.join(same)}." if same else ""
     return Table(("option", *(run.label for run in runs)), rows, note)
 
 
-def _number(value: float | None, form: str) -> str:
+def _format_number(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value).replace("%", " %")
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from givens.checks import check_choice, check_number, check_seed, check_sizes, check_whole
-from givens.paper.joint import NAMES
+from givens.retrieval.config import LABELS
 
 Row = dict[str, Any]
 # What a distortion or a time may be, to be drawn.
@@ -70,6 +70,11 @@ class Folder:
             return float(self.results["distortion"])
         return float(self.joint[-1]["distortion"]) if self.joint else None
 
+    @property
+    def kept(self) -> int | None:
+        """The step whose index is kept; none before the run is finished."""
+        return None if self.results is None else int(self.results["best_step"])
+
     def found(self, by: str) -> float | None:
         """recall@100 of the test users by the index, in full precision or by popularity."""
         return None if self.results is None else float(self.results[by][self.metric])
@@ -91,12 +96,12 @@ def read_runs(paths: list[Path]) -> list[Folder]:
     runs = [_read(path) for path in dict.fromkeys(paths)]
     names = [run.label for run in runs]
     return [
-        run if names.count(run.label) == 1 else Folder(**{**vars(run), "label": _longer(run)})
+        run if names.count(run.label) == 1 else Folder(**{**vars(run), "label": _qualify(run)})
         for run in runs
     ]
 
 
-def _longer(run: Folder) -> str:
+def _qualify(run: Folder) -> str:
     """The folder too, where two runs are of the same method."""
     return f"{run.label}, {run.path}"
 
@@ -107,16 +112,16 @@ def _read(path: Path) -> Folder:
         raise FileNotFoundError(
             f"there is no run in {path}, which {found}; make one with `givens train -o {path}`"
         )
-    about = _json(path / "config.json")
+    about = _read_json(path / "config.json")
     metrics, results = path / "metrics.jsonl", path / "results.json"
-    rows = [_parsed(metrics, line) for line in _text(metrics)] if metrics.is_file() else []
-    told = _json(results) if results.is_file() else None
+    rows = [_parse(metrics, line) for line in _read_lines(metrics)] if metrics.is_file() else []
+    outcome = _read_json(results) if results.is_file() else None
     try:
-        label = _checked(about, rows, told)
-        run = Folder(path, label, about, rows, told)
+        label = _check(about, rows, outcome)
+        run = Folder(path, label, about, rows, outcome)
         for by in ("index", "full", "popularity"):
-            if told is not None:
-                check_number(f"{by} {run.metric}", told[by][run.metric], 0, 1)
+            if outcome is not None:
+                check_number(f"{by} {run.metric}", outcome[by][run.metric], 0, 1)
     except KeyError as error:
         raise ValueError(f"{path} does not hold a run that is whole: {error} is missing") from error
     except (TypeError, ValueError) as error:
@@ -124,16 +129,16 @@ def _read(path: Path) -> Folder:
     return run
 
 
-def _checked(about: Row, rows: list[Row], results: Row | None) -> str:
+def _check(about: Row, rows: list[Row], results: Row | None) -> str:
     """Refuse what the page could not show; gives the name of the run's method."""
-    options = _part("configuration", about["configuration"])
-    check_choice("method", options["method"], NAMES)
+    options = _check_object("configuration", about["configuration"])
+    check_choice("method", options["method"], LABELS)
     sizes = (options["dim"], options["subspaces"], options["codewords"], options.get("coarse", 0))
     check_sizes(*sizes)
     for name in ("warmup", "steps"):
         check_whole(name, options[name], 0)
     check_seed(about["seed"])
-    _part("versions", about.get("versions", {}))
+    _check_object("versions", about.get("versions", {}))
     for name, value, kind in (
         ("log", about["log"], str),
         ("command", about.get("command", []), list),
@@ -151,33 +156,34 @@ def _checked(about: Row, rows: list[Row], results: Row | None) -> str:
                 check_number(name, row[name], 0, LARGE)
     if results is not None:
         check_number("distortion", results["distortion"], 0, LARGE)
+        check_whole("best_step", results["best_step"], 0)
         for by in ("index", "full", "popularity"):
-            _part(by, results[by])
+            _check_object(by, results[by])
         for name in results["index"]:
             if name.startswith("recall@") and not name[7:].isdecimal():
                 raise ValueError(f"index must have recall@ a number, but got {name!r}")
-    return NAMES[options["method"]]
+    return LABELS[options["method"]]
 
 
-def _part(name: str, value: Any) -> Row:
+def _check_object(name: str, value: Any) -> Row:
     if not isinstance(value, dict):
         raise TypeError(f"{name} must be an object, but got {value!r}")
     return value
 
 
-def _text(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is damaged: it is not text in UTF-8") from error
 
 
-def _json(path: Path) -> Row:
-    return _parsed(path, "\n".join(_text(path)))
+def _read_json(path: Path) -> Row:
+    return _parse(path, "\n".join(_read_lines(path)))
 
 
-def _parsed(path: Path, text: str) -> Row:
+def _parse(path: Path, text: str) -> Row:
     try:
-        return _part("it", json.loads(text))
+        return _check_object("it", json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it is not what `givens train` writes") from error

@@ -91,7 +91,7 @@ def chart(
         Markup('<text class="name" x="0" y="14">↑ {}</text>').format(y.name),
     ]
     for one in series:
-        parts.append(_drawn(one, across, up, x, y))
+        parts.append(_draw_series(one, across, up, x, y))
     return Markup("").join([*parts, Markup("</svg>")])
 
 
@@ -162,7 +162,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     return ticks if len(ticks) > 1 else round_ticks(low, high, 4)
 
 
-def _drawn(one: Series, across: Scale, up: Scale, x: Axis, y: Axis) -> Markup:
+def _draw_series(one: Series, across: Scale, up: Scale, x: Axis, y: Axis) -> Markup:
     shown = [
         (across(at), up(value), at, value)
         for at, value in one.points

@@ -1,4 +1,4 @@
-"""What the towers are trained on and asked, as tensors on the device.
+"""Training examples and held-out users of a log, as tensors on the device.
 
 An example is a place in a training user's clicks: the history is what came before it, the target is
 drawn from the next few items. What is drawn depends on nothing but the seed and the step, so that a
@@ -21,8 +21,8 @@ SEED_STRIDE = 1 << 32
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """What the user tower is given: the latest items first, −1 where there is none."""
+class Inputs:
+    """Inputs of the user tower: histories, the latest item first, −1 where there is none."""
 
     history: Int[Tensor, "b h"]
     words: Int[Tensor, "b w"] | None = None
@@ -30,18 +30,18 @@ class Asked:
     def __len__(self) -> int:
         return len(self.history)
 
-    def __getitem__(self, rows: slice) -> "Asked":
-        return Asked(self.history[rows], None if self.words is None else self.words[rows])
+    def __getitem__(self, rows: slice) -> "Inputs":
+        return Inputs(self.history[rows], None if self.words is None else self.words[rows])
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """Held-out users: what they are asked by, what they have seen, and what they liked after it.
+class HeldOut:
+    """Held-out users: the inputs of their tower, what they have seen, and what they liked next.
 
     `seen` and `truth` are sorted keys, user·catalogue + item.
     """
 
-    asked: Asked
+    inputs: Inputs
     seen: Int[Tensor, " s"]
     truth: Int[Tensor, " t"]
     sizes: Int[Tensor, " b"]
@@ -65,8 +65,8 @@ class Examples:
 
         Args:
             log: the log.
-            history: items of it that the tower is shown at most.
-            ahead: the target is one of so many items that come next.
+            history: the most items that the user tower looks back at.
+            ahead: the target is one of this many next items.
             seed: of the draws.
             stream: whether steps go through the log in order of time, instead of all over it.
             device: where.
@@ -92,8 +92,8 @@ class Examples:
         clicks = np.bincount(log.items[trained[user]], minlength=log.catalogue)
         self.popularity = torch.from_numpy(clicks / clicks.sum()).float().to(self.device)
 
-    def draw(self, step: int, size: int, progress: float = 0.0) -> tuple[Asked, Int[Tensor, " b"]]:
-        """The batch of a step: what is asked, and the target of each row."""
+    def draw(self, step: int, size: int, progress: float = 0.0) -> tuple[Inputs, Int[Tensor, " b"]]:
+        """The batch of a step: the inputs of the user tower, and the target of each row."""
         self.generator.manual_seed(self.seed * SEED_STRIDE + step)
         first, count = 0, len(self.places)
         if self.stream:
@@ -106,31 +106,31 @@ class Examples:
         left = (self.starts[user + 1] - place).clamp_max(self.ahead)
         share = torch.rand(size, generator=self.generator, device=self.device)
         target = self.items[place + (share * left).long().clamp_max(left - 1)].long()
-        return self.asked(user, place), target
+        return self.build_inputs(user, place), target
 
-    def uniform(self, count: int) -> Int[Tensor, " m"]:
-        """Items drawn alike, to go with the batch drawn last."""
+    def draw_items(self, count: int) -> Int[Tensor, " m"]:
+        """Uniformly drawn items, to go with the batch drawn last."""
         drawn: Tensor = torch.randint(
             self.log.catalogue, (count,), generator=self.generator, device=self.device
         )
         return drawn
 
-    def kept(self, asked: Asked, dropout: float) -> Asked:
-        """The same with items of the history left out at random."""
+    def drop_items(self, inputs: Inputs, dropout: float) -> Inputs:
+        """Inputs with items of the histories left out at random."""
         if not dropout:
-            return asked
-        share = torch.rand(asked.history.shape, generator=self.generator, device=self.device)
-        return Asked(asked.history.masked_fill(share < dropout, -1), asked.words)
+            return inputs
+        share = torch.rand(inputs.history.shape, generator=self.generator, device=self.device)
+        return Inputs(inputs.history.masked_fill(share < dropout, -1), inputs.words)
 
-    def asked(self, user: Int[Tensor, " b"], place: Int[Tensor, " b"]) -> Asked:
-        """The latest items of users before places of the log."""
+    def build_inputs(self, user: Int[Tensor, " b"], place: Int[Tensor, " b"]) -> Inputs:
+        """The inputs of users before these places of the log."""
         back = place[:, None] - 1 - torch.arange(self.history, device=self.device)
         history = self.items[back.clamp_min(0)].long()
         history = history.masked_fill(back < self.starts[user][:, None], -1)
-        return Asked(history, None if self.words is None else self.words[user].long())
+        return Inputs(history, None if self.words is None else self.words[user].long())
 
-    def held(self, users: Int[np.ndarray, " b"]) -> Held:
-        """Users with half of their clicks as the history, and the others as the truth."""
+    def hold_out(self, users: Int[np.ndarray, " b"]) -> HeldOut:
+        """Users with the first half of their clicks as the history, the others as the truth."""
         who = torch.from_numpy(users).to(self.device)
         begin, end = self.starts[who], self.starts[who + 1]
         middle = begin + (end - begin) // 2
@@ -144,4 +144,4 @@ class Examples:
         # What was seen is not recommended, so it is not asked for either.
         truth = truth[~torch.isin(truth, seen)]
         sizes = torch.bincount(truth // self.log.catalogue, minlength=len(who))
-        return Held(self.asked(who, middle), seen, truth, sizes)
+        return HeldOut(self.build_inputs(who, middle), seen, truth, sizes)

@@ -1,8 +1,8 @@
-"""What a training run does: everything that decides its outcome, but for the log."""
+"""The options of a training run: with the log, they decide its outcome."""
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Annotated, Any, Literal, get_args
 
 from givens import distributed
 from givens.checks import check_choice, check_number, check_sizes, check_whole
@@ -20,69 +20,123 @@ Method = Literal[
     "gcd-steepest",
     "post-hoc",
 ]
+LABELS: dict[str, str] = {
+    "frozen": "frozen (the baseline)",
+    "cayley": "Cayley",
+    "expm": "matrix exponential",
+    "penalty": "penalty",
+    "gcd": "GCD",
+    "gcd-random": "GCD-R",
+    "gcd-greedy": "GCD-G",
+    "gcd-steepest": "GCD-S",
+    "post-hoc": "Faiss OPQ afterwards",
+}
+"""What tables and pictures call the methods."""
 Start = Literal["opq", "identity", "random"]
 Loss = Literal["softmax", "hinge"]
+Size = Literal["small", "medium", "large"]
 
 # A softmax over more items than this draws some of them.
 MOST_ITEMS, SHARED = 10_000, 4096
 # So many items take larger batches to be seen often enough, and higher rates, since they are moved
 # only when they are seen.
 LARGE = 50_000
+# What the sizes of `config_for` and `givens train` set.
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {
+        "dim": 64,
+        "subspaces": 8,
+        "history": 50,
+        "warmup": 600,
+        "steps": 600,
+        "negatives": 512,
+        "lr": 1e-2,
+        "joint_lr": 1e-2,
+        "temperature": 0.1,
+        "weight": 1.0,
+    },
+    "medium": {
+        "dim": 128,
+        "subspaces": 16,
+        "history": 100,
+        "warmup": 1500,
+        "steps": 1500,
+        "negatives": 1024,
+        "lr": 1e-2,
+        "joint_lr": 1e-2,
+        "temperature": 0.1,
+        "weight": 1.0,
+    },
+    "large": {},
+}
+
+
+@dataclass(frozen=True)
+class Help:
+    """What `givens train --help` says of an option, and in which panel."""
+
+    text: str
+    panel: str
+
+
+INDEX = partial(Help, panel="Index")
+TOWERS = partial(Help, panel="Towers")
+LEARNING = partial(Help, panel="Learning")
 
 
 @dataclass(frozen=True)
 class Config:
-    """The options of a run."""
+    """The options of a run. Each is an option of `givens train`, with this text."""
 
-    method: Method = "gcd"
-    """How R is learned: GCD as it comes, or as the paper has it ("gcd-greedy" and its siblings);
-    "post-hoc" trains without the index and leaves it to Faiss's OPQ."""
-    start: Start = "opq"
-    """Where R is when the index comes in."""
-    exact: bool = True
-    """Whether "gcd-steepest" is exactly that."""
-    dim: int = 512
-    subspaces: int = 32
-    codewords: int = 256
-    coarse: int = 0
-    pool: Pool = "attention"
-    history: int = 100
-    """Items that the user tower looks back at; 0 where words are all."""
-    ahead: int = 20
-    """The target is one of so many items that come next."""
-    dropout: float = 0.3
-    """Part of the history that is hidden in training."""
-    loss: Loss = "softmax"
-    temperature: float = 0.07
-    margin: float = 0.1
-    negatives: int | None = None
-    """Drawn alike, and shared by a batch beside its targets; None for all items."""
-    batch: int = 1024
-    """Examples of a step, on all ranks together."""
-    lr: float = 1e-3
-    """Of the towers, by Adam; it falls to 0 by a cosine in each phase."""
-    joint_lr: float = 1e-3
-    """Of towers and codebooks with the index."""
-    angle: float = 1e-2
-    """About how far R turns an axis in a step, in radians; falls likewise."""
-    weight: float = 10.0
-    """Of the distortion in the loss. A softmax divides by its temperature, so its gradients are
-    large: at a weight of 1 R would follow them alone."""
-    warmup: int = 1500
-    """Steps without the index."""
-    steps: int = 1500
-    """Steps with it."""
-    sample: int = 8192
-    """Embeddings that are collected to start the index."""
-    iterations: int = 200
-    """Of OPQ on them, at most."""
-    fixed_items: bool = False
-    """Whether the item tower stays as it is once the index is in."""
-    stream: bool = False
-    """Whether the steps go through the log in order of time."""
-    every: int = 100
-    """Steps between two looks at the validation users."""
-    seed: int = 0
+    method: Annotated[
+        Method,
+        INDEX(
+            "How R is learned: gcd (as in givens.GCD), the paper's gcd-random, gcd-greedy and "
+            "gcd-steepest, cayley, expm, penalty; frozen: as it starts; post-hoc: no index in "
+            "training, Faiss OPQ afterwards."
+        ),
+    ] = "gcd"
+    start: Annotated[Start, INDEX("Where R starts: opq, identity or random.")] = "opq"
+    exact: Annotated[bool, INDEX("Exact maximum-weight pairings for gcd-steepest.")] = True
+    dim: Annotated[int, INDEX("Dimension of the embeddings.")] = 512
+    subspaces: Annotated[
+        int, INDEX("Subspaces of the codes: bytes of an item at 256 codewords.")
+    ] = 32
+    codewords: Annotated[int, INDEX("Codewords of each subspace, 2 to 256.")] = 256
+    coarse: Annotated[int, INDEX("Lists of an inverted file; 0 for none.")] = 0
+    sample: Annotated[int, INDEX("Item embeddings that the index is started from.")] = 8192
+    iterations: Annotated[int, INDEX("The most iterations of OPQ on them.")] = 200
+    pool: Annotated[Pool, TOWERS("Pooling of the history: mean or attention.")] = "attention"
+    history: Annotated[int, TOWERS("Latest items that the user tower sees; 0 for words alone.")] = (
+        100
+    )
+    ahead: Annotated[int, TOWERS("The target is one of this many next items.")] = 20
+    dropout: Annotated[float, TOWERS("Part of the history that is hidden in training.")] = 0.3
+    loss: Annotated[Loss, LEARNING("softmax or hinge.")] = "softmax"
+    temperature: Annotated[float, LEARNING("Of the softmax.")] = 0.07
+    margin: Annotated[float, LEARNING("Of the hinge loss.")] = 0.1
+    negatives: Annotated[
+        int | None, LEARNING("Uniformly drawn items that a batch shares; if left out, all items.")
+    ] = None
+    batch: Annotated[int, LEARNING("Examples of a step, of all ranks together.")] = 1024
+    lr: Annotated[
+        float, LEARNING("Adam's rate for the towers; it falls to 0 by a cosine in each phase.")
+    ] = 1e-3
+    joint_lr: Annotated[
+        float, LEARNING("Adam's rate for towers and codebooks, with the index.")
+    ] = 1e-3
+    angle: Annotated[
+        float, LEARNING("About how far R turns an axis in a step, in radians; falls likewise.")
+    ] = 1e-2
+    # A softmax divides by its temperature, so its gradients are large: at a weight of 1 R would
+    # follow them alone.
+    weight: Annotated[float, LEARNING("Weight of the distortion in the loss.")] = 10.0
+    warmup: Annotated[int, LEARNING("Steps without the index.")] = 1500
+    steps: Annotated[int, LEARNING("Steps with the index.")] = 1500
+    fixed_items: Annotated[bool, LEARNING("Keep the item tower as it is, with the index.")] = False
+    stream: Annotated[bool, LEARNING("Go through the log in order of time.")] = False
+    every: Annotated[int, LEARNING("Steps between evaluations on the validation users.")] = 100
+    seed: Annotated[int, LEARNING("Seed of everything that is drawn.")] = 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run."""
@@ -134,20 +188,18 @@ class Config:
             )
 
 
-def suited(log: Log, *, small: bool = False, **options: Any) -> Config:
-    """A configuration for a log: all that is not given is chosen by its size.
+def config_for(log: Log, *, size: Size = "large", **options: Any) -> Config:
+    """A configuration for a log.
 
     Args:
-        log: the log.
-        small: for two cores and a few minutes.
-        options: of `Config`; None counts as not given.
+        log: the log to train on.
+        size: "small" and "medium" are for CPUs; "large" suits a GPU, and follows the number of
+            items of the log.
+        options: of `Config`, in the place of those of the size; None counts as not given.
     """
-    chosen: dict[str, Any] = {}
-    if small:
-        chosen |= {"dim": 64, "subspaces": 8, "history": 50, "warmup": 600, "steps": 600}
-        chosen |= {"negatives": 512, "lr": 1e-2, "joint_lr": 1e-2, "temperature": 0.1}
-        chosen |= {"weight": 1.0}
-    elif log.catalogue > MOST_ITEMS:
+    check_choice("size", size, SIZES)
+    chosen = dict(SIZES[size])
+    if size == "large" and log.catalogue > MOST_ITEMS:
         chosen["negatives"] = SHARED
         if log.catalogue > LARGE:
             chosen |= {"batch": 4096, "warmup": 3000, "steps": 1000}
@@ -156,9 +208,9 @@ def suited(log: Log, *, small: bool = False, **options: Any) -> Config:
     return Config(**chosen)
 
 
-def difference(saved: dict[str, Any], config: Config) -> str | None:
-    """The first option in which a saved configuration is another one, in words."""
-    for name, value in dataclasses.asdict(config).items():
+def find_difference(saved: dict[str, Any], given: dict[str, Any]) -> str | None:
+    """The first option given that differs from the saved ones, in words; none if none does."""
+    for name, value in given.items():
         if saved.get(name) != value:
             return f"{name}={saved.get(name)!r}, but got {name}={value!r}"
     return None

@@ -1,8 +1,8 @@
 """Logs of who clicked what, and when.
 
-The protocol: ratings of at least 4, users with at least 10 of them; some users are held out for
-validation and some for the test. The first half of a held-out user's items by time is the history,
-the second half the truth.
+The protocol: ratings of at least 4, users with at least 10 of them, unless told otherwise; some
+users are held out for validation and some for the test. The first half of a held-out user's items
+by time is the history, the second half the truth.
 """
 
 import dataclasses
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from givens.checks import check_number, check_seed, check_whole
 
-LEAST_RATING, LEAST_CLICKS = 4, 10
+MIN_RATING, MIN_ITEMS = 4.0, 10
+# Of a rating, beside its sign.
+LARGEST = 1e9
 # Of each kind; a fifth of the users where there are few.
 HELD_OUT = 1000
 # Tastes of a user of the built-in log, and how likely each is.
@@ -28,6 +30,42 @@ STRAY = 0.1
 EPOCHS = 16
 # How often a word of a query is a wrong one.
 WRONG = 0.1
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rules by which rows and users of a file are kept, and how many they leave out."""
+
+    min_rating: float
+    """Rows with lower ratings are left out; without ratings every row counts."""
+    min_items: int
+    """Users with fewer rows than this are left out."""
+    rows: int
+    low_rows: int
+    """Of `rows`, those rated below `min_rating`."""
+    users: int
+    small_users: int
+    """Of `users`, those with fewer than `min_items` rows that count."""
+    rated: bool
+
+    @property
+    def rules(self) -> dict[str, float]:
+        """The rules by name."""
+        return {"min_rating": self.min_rating, "min_items": self.min_items}
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is left out."""
+        return bool(self.low_rows or self.small_users)
+
+    def __str__(self) -> str:
+        rated = f" rated {self.min_rating:g} or more" if self.rated else ""
+        text = (
+            f"{self.small_users:,} of {self.users:,} users have under {self.min_items} items{rated}"
+        )
+        if self.rated:
+            text += f", {self.low_rows:,} of {self.rows:,} ratings are below {self.min_rating:g}"
+        return text
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +87,13 @@ class Log:
     """What a user says of what is wanted: a query's words, or features."""
     names: Shaped[np.ndarray, " catalogue"] | None = None
     """What the items are called where the log is from."""
+    selection: Selection | None = None
+    """What was left out of the file; none where the log was made in memory."""
+
+    @property
+    def rules(self) -> dict[str, float]:
+        """The rules by which rows and users were kept; none where the log was made in memory."""
+        return {} if self.selection is None else self.selection.rules
 
     @property
     def users(self) -> int:
@@ -91,37 +136,57 @@ def split(
     time: Num[np.ndarray, " rows"] | None = None,
     *,
     name: str = "log",
+    min_rating: float = MIN_RATING,
+    min_items: int = MIN_ITEMS,
     held_out: int = HELD_OUT,
     seed: int = 0,
 ) -> Log:
     """A log from rows, by the protocol; without times, rows are in their order.
 
-    Without ratings every row counts.
+    Args:
+        user: of each row.
+        item: of each row.
+        rating: of each row; without ratings every row counts.
+        time: of each row.
+        name: of the log, for messages.
+        min_rating: the rule of `readers.read`, as all that follow.
+        min_items: users with fewer rows go.
+        held_out: how many users each for validation and test.
+        seed: of their draw.
     """
+    check_number("min_rating", min_rating, -LARGEST)
+    # One for the history, one for the truth.
+    check_whole("min_items", min_items, 2)
+    rows, everyone = len(user), len(np.unique(user))
     if time is None:
         time = np.arange(len(user))
     if rating is not None:
-        good = rating >= LEAST_RATING
+        good = rating >= min_rating
         user, item, time = user[good], item[good], time[good]
     _, user, counts = np.unique(user, return_inverse=True, return_counts=True)
-    many = counts[user] >= LEAST_CLICKS if len(user) else np.zeros(0, bool)
+    many = counts[user] >= min_items if len(user) else np.zeros(0, bool)
     if not many.any():
-        rated = f" rated {LEAST_RATING} or more" if rating is not None else ""
+        rated, lower = f" rated {min_rating:g} or more", " or min_rating"
+        if rating is None:
+            rated = lower = ""
         raise ValueError(
-            f"{name} has no valid users: none has {LEAST_CLICKS} items{rated} in {len(user):,} rows"
+            f"{name} has no valid users: none has {min_items} items{rated} in {rows:,} rows; "
+            f"lower min_items{lower}"
         )
+    low, few = rows - len(user), everyone - int((counts >= min_items).sum())
+    selection = Selection(min_rating, min_items, rows, low, everyone, few, rated=rating is not None)
     user, item, time = user[many], item[many], time[many]
     order = np.lexsort((time, user))
     names, items = np.unique(item[order], return_inverse=True)
-    counts = counts[counts >= LEAST_CLICKS]
+    counts = counts[counts >= min_items]
     # Where a click stands among all by time, so that no clock's scale matters.
     places = np.empty(len(order), np.float32)
     places[np.argsort(time[order], kind="stable")] = np.linspace(0, 1, len(order), dtype=np.float32)
-    log = held(name, counts, items.astype(np.int32), places, held_out=held_out, seed=seed)
-    return dataclasses.replace(log, names=names)
+    log = hold_out(name, counts, items.astype(np.int32), places, held_out=held_out, seed=seed)
+    return dataclasses.replace(log, names=names, selection=selection)
 
 
-def held(
+def hold_out(
     name: str,
     counts: Int[np.ndarray, " users"],
     items: Int[np.ndarray, " clicks"],
@@ -147,9 +212,9 @@ def held(
     seen = np.zeros(catalogue or int(items.max()) + 1, bool)
     seen[items[np.repeat(trained, counts)]] = True
     for user in (valid, test):
-        asked = np.zeros(users, bool)
-        asked[user] = True
-        if not seen[items[np.repeat(asked, counts)]].any():
+        chosen = np.zeros(users, bool)
+        chosen[user] = True
+        if not seen[items[np.repeat(chosen, counts)]].any():
             raise ValueError(
                 f"{name} cannot be learned: every item of the {len(user)} held-out users is seen "
                 "by them alone"
@@ -196,14 +261,14 @@ def click_log(
     check_whole("words", words, 0)
     check_number("drift", drift, 0)
     check_seed(seed)
-    if clicks < LEAST_CLICKS * users:
+    if clicks < MIN_ITEMS * users:
         raise ValueError(
-            f"clicks must be at least {LEAST_CLICKS} for each user, "
+            f"clicks must be at least {MIN_ITEMS} for each user, "
             f"but got clicks={clicks} for users={users}"
         )
     rng = np.random.default_rng(seed)
     shares = rng.lognormal(0, 1, users)
-    counts = LEAST_CLICKS + rng.multinomial(clicks - LEAST_CLICKS * users, shares / shares.sum())
+    counts = MIN_ITEMS + rng.multinomial(clicks - MIN_ITEMS * users, shares / shares.sum())
     starts = np.cumsum(counts) - counts
     user = np.repeat(np.arange(users), counts)
     # One click in each part of a user's time: in order without a sort.
@@ -213,18 +278,18 @@ def click_log(
     at += rng.laplace(0, min(SPREAD, AROUND / items), clicks)
     stray = rng.random(clicks) < STRAY
     at[stray] = rng.random(int(stray.sum()))
-    clicked = _on_ring(at % 1, times, items, drift, rng)
+    clicked = _find_on_ring(at % 1, times, items, drift, rng)
     said = None
     if words:
         said = (tastes * words).astype(np.int32)
         wrong = rng.random(said.shape) < WRONG
         said[wrong] = rng.integers(0, words, int(wrong.sum()))
-    return held(
+    return hold_out(
         "built-in", counts, clicked, times.astype(np.float32), said, catalogue=items, seed=seed
     )
 
 
-def _on_ring(
+def _find_on_ring(
     at: NDArray[np.float64],
     times: NDArray[np.float64],
     items: int,

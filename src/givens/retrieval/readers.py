@@ -8,6 +8,9 @@
 | KGAT | `train.txt` and `test.txt`: user item item … |
 | plain rows | one `.txt`, `.tsv`, `.csv` or `.inter`, under a header or in the order user item \
 [[rating] time]; or user item item … |
+
+Rows are parsed by hand: pyarrow's CSV reader is faster, but an optional extra, which knows neither
+`::` nor lines of different lengths, and plain logs should need no extra.
 """
 
 import contextlib
@@ -24,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from givens.checks import check_seed, check_whole
-from givens.retrieval.data import HELD_OUT, Log, split
+from givens.retrieval.data import HELD_OUT, MIN_ITEMS, MIN_RATING, Log, split
 
 REVIEW = ("reviewerID", "asin", "overall", "unixReviewTime")
 # What a header may call its columns, in the order user, item, rating, time.
@@ -46,47 +49,72 @@ Table = list[NDArray[Any] | None]
 """Users, items, ratings and times; the last two may be missing."""
 
 
-def read(path: str | Path, *, held_out: int = HELD_OUT, seed: int = 0) -> Log:
-    """The log in a folder or file, its layout found out by the names in it."""
+def read(
+    path: str | Path,
+    *,
+    min_rating: float = MIN_RATING,
+    min_items: int = MIN_ITEMS,
+    held_out: int = HELD_OUT,
+    seed: int = 0,
+) -> Log:
+    """Read the log in a folder or file, whose layout follows from its names and first line.
+
+    Args:
+        path: the folder or file.
+        min_rating: rows with lower ratings are left out; without ratings every row counts.
+        min_items: users with fewer rows than this are left out.
+        held_out: users for validation, and as many for the test; a fifth where there are few.
+        seed: of the draw of held-out users.
+    """
     check_whole("held_out", held_out, 1)
     check_seed(seed)
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no log {path}")
-    user, item, rating, time = _table(path)
+    user, item, rating, time = _read_table(path)
     if user is None or item is None:
         raise ValueError(f"{path} has no rows")
     for what, values in (("rating", rating), ("time", time)):
         if values is not None and not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ValueError(f"{path} must have finite {what}s, but row {row} has {values[row]}")
-    return split(user, item, rating, time, name=path.name, held_out=held_out, seed=seed)
+    return split(
+        user,
+        item,
+        rating,
+        time,
+        name=path.name,
+        min_rating=min_rating,
+        min_items=min_items,
+        held_out=held_out,
+        seed=seed,
+    )
 
 
-def _table(path: Path) -> Table:
+def _read_table(path: Path) -> Table:
     if path.is_dir():
-        return _folder(path)
+        return _read_folder(path)
     if path.name.endswith((".json", ".json.gz")):
-        return _reviews(path)
+        return _read_reviews(path)
     if path.suffix == ".dat":
-        return _numbers(path, "::", LAYOUTS[4])
+        return _parse_numbers(path, "::", LAYOUTS[4])
     if path.suffix in PLAIN:
-        return _plain(path)
+        return _read_plain(path)
     raise ValueError(f"{path} is of no known layout; one of .dat, .json, .json.gz, .txt, .csv")
 
 
-def _folder(folder: Path) -> Table:
+def _read_folder(folder: Path) -> Table:
     for name in ("ratings.dat", "ratings.csv"):
         if (folder / name).exists():
-            return _table(folder / name)
+            return _read_table(folder / name)
     if (folder / "train.txt").exists() and (folder / "test.txt").exists():
         # A user's test items come after the others.
-        parts = [_baskets(folder / name) for name in ("train.txt", "test.txt")]
+        parts = [_read_baskets(folder / name) for name in ("train.txt", "test.txt")]
         return [np.concatenate(part) for part in zip(*parts, strict=True)] + [None, None]
     found = [path for path in sorted(folder.iterdir()) if path.name.endswith((".json", ".json.gz"))]
     found = found or [path for path in sorted(folder.iterdir()) if path.suffix in PLAIN]
     if len(found) == 1:
-        return _table(found[0])
+        return _read_table(found[0])
     what = f"several: {', '.join(path.name for path in found)}" if found else "none"
     raise ValueError(
         f"{folder} must hold ratings.dat, ratings.csv, train.txt and test.txt, or one file of "
@@ -94,32 +122,32 @@ def _folder(folder: Path) -> Table:
     )
 
 
-def _plain(path: Path) -> Table:
-    with _text(path) as file:
+def _read_plain(path: Path) -> Table:
+    with _open_text(path) as file:
         head = next((line for line in file if line.strip()), "")
     if not head:
         raise ValueError(f"{path} is empty")
     between = "\t" if "\t" in head else "," if "," in head else None
     fields = [field.strip(' "\n').split(":")[0].lower() for field in head.split(between)]
     if any(field in names for names in COLUMNS for field in fields):
-        return _named(path, fields, between)
+        return _read_named(path, fields, between)
     if len(fields) in LAYOUTS:
         at = LAYOUTS[len(fields)]
         try:
-            return _numbers(path, between, at)
+            return _parse_numbers(path, between, at)
         except ValueError:
             if between or not _is_number(fields[0]):
-                return _names(path, between, 0, at)
+                return _parse_names(path, between, 0, at)
             _check_baskets(path, len(fields))
     elif between:
         raise ValueError(
             f"{path} must have rows of user, item, [rating], [time], or name its columns in its "
             f"first line, but has {len(fields)} columns"
         )
-    return [*_baskets(path), None, None]
+    return [*_read_baskets(path), None, None]
 
 
-def _named(path: Path, fields: list[str], between: str | None) -> Table:
+def _read_named(path: Path, fields: list[str], between: str | None) -> Table:
     """Rows under a header."""
     at = [next((i for i, f in enumerate(fields) if f in names), None) for names in COLUMNS]
     for what, found in zip(("user", "item"), at, strict=False):
@@ -129,18 +157,20 @@ def _named(path: Path, fields: list[str], between: str | None) -> Table:
                 f"{path} has no column of the {what}s ({known}), but {', '.join(fields)}"
             )
     try:
-        return _numbers(path, between, at, skip=1)
+        return _parse_numbers(path, between, at, skip=1)
     except ValueError:
-        return _names(path, between, 1, at)
+        return _parse_names(path, between, 1, at)
 
 
-def _numbers(path: Path, between: str | None, at: list[int | None], *, skip: int = 0) -> Table:
+def _parse_numbers(
+    path: Path, between: str | None, at: list[int | None], *, skip: int = 0
+) -> Table:
     """The columns at these places, users and items whole numbers."""
     places = sorted(i for i in at if i is not None)
     kinds = [(f"{i}", np.int64 if i in at[:2] else np.float64) for i in places]
     # Rows have no other columns, unless a header names them.
     some, sign = places if skip else None, "\t" if between == "::" else between
-    with _text(path) as file:
+    with _open_text(path) as file:
         filled = (line for line in file if line.strip())
         lines = (line.replace("::", "\t") for line in filled) if between == "::" else filled
         with warnings.catch_warnings():
@@ -157,9 +187,9 @@ def _numbers(path: Path, between: str | None, at: list[int | None], *, skip: int
     return [None if i is None else rows[f"{i}"] for i in at]
 
 
-def _names(path: Path, between: str | None, skip: int, at: list[int | None]) -> Table:
+def _parse_names(path: Path, between: str | None, skip: int, at: list[int | None]) -> Table:
     """The same where users or items are names."""
-    with _text(path) as file:
+    with _open_text(path) as file:
         lines = (line for line in file if line.strip())
         split_up = csv.reader(lines, delimiter=between) if between else map(str.split, lines)
         try:
@@ -187,11 +217,11 @@ def _names(path: Path, between: str | None, skip: int, at: list[int | None]) -> 
     return table
 
 
-def _baskets(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _read_baskets(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """User item item …, a user in each line."""
     users: list[NDArray[np.int64]] = []
     items: list[NDArray[np.int64]] = []
-    with _text(path) as file:
+    with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 row = np.array(line.split(), np.int64)
@@ -207,17 +237,24 @@ def _baskets(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.concatenate(users), np.concatenate(items)
 
 
-def _reviews(path: Path) -> Table:
+def _read_reviews(path: Path) -> Table:
     """Amazon's reviews: a JSON object in each line."""
     texts: list[tuple[Any, ...]] = []
-    with _text(path) as file:
+    with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
                 user, item, rating, time = (row[name] for name in REVIEW)
-                texts.append((_name(user), _name(item), _amount(rating), _amount(time)))
+                texts.append(
+                    (
+                        _check_name(user),
+                        _check_name(item),
+                        _parse_amount(rating),
+                        _parse_amount(time),
+                    )
+                )
             except KeyError as error:
                 raise ValueError(f"{path} has no {error} in line {number}") from error
             except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -228,7 +265,7 @@ def _reviews(path: Path) -> Table:
     return [np.array(users), np.array(items), np.array(ratings), np.array(times)]
 
 
-def _name(value: Any) -> str:
+def _check_name(value: Any) -> str:
     """A user or item, of one line of text."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError("a name must be a text or a number")
@@ -240,7 +277,7 @@ def _name(value: Any) -> str:
     return name
 
 
-def _amount(value: Any) -> float:
+def _parse_amount(value: Any) -> float:
     """A rating or time."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise TypeError("a rating or time must be a number")
@@ -248,7 +285,7 @@ def _amount(value: Any) -> float:
 
 
 @contextlib.contextmanager
-def _text(path: Path) -> Iterator[TextIO]:
+def _open_text(path: Path) -> Iterator[TextIO]:
     """A text, compressed or not, with or without a byte-order mark."""
     try:
         if path.suffix == ".gz":
@@ -267,7 +304,7 @@ def _text(path: Path) -> Iterator[TextIO]:
 
 def _check_baskets(path: Path, width: int) -> None:
     """Refuse rows of one width but for a few: those are broken, and no user's items."""
-    with _text(path) as file:
+    with _open_text(path) as file:
         widths = [len(line.split()) for line in file]
     others = [number for number, found in enumerate(widths, 1) if found not in (0, width)]
     if others and len(others) < len(widths) / 10:

@@ -1,4 +1,4 @@
-"""The two towers: what a user did or says, and an item, as vectors to be scored by cosine."""
+"""The two towers: histories and words of users, and items, as unit vectors scored by cosine."""
 
 import math
 from typing import Literal, get_args
@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from givens.retrieval.batches import Asked
+from givens.retrieval.batches import Inputs
 
 Pool = Literal["mean", "attention"]
 HEADS = 4
@@ -60,13 +60,13 @@ class Towers(nn.Module):
                 # As long as items: Adam moves all by the same, and long ones would turn slowly.
                 nn.init.normal_(self.words.weight, std=dim**-0.5)
 
-    def user(self, asked: Asked) -> Float[Tensor, "b n"]:
+    def user(self, inputs: Inputs) -> Float[Tensor, "b n"]:
         """Unit vectors of users."""
         x: Tensor | float = 0.0
         if self.pool is not None:
-            x = self.pool(asked.history)
-        if self.words is not None and asked.words is not None:
-            x = x + self.words(asked.words)
+            x = self.pool(inputs.history)
+        if self.words is not None and inputs.words is not None:
+            x = x + self.words(inputs.words)
         return functional.normalize(self.mix(x), dim=1)
 
     def item(self, ids: Int[Tensor, " m"] | None = None) -> Float[Tensor, "m n"]:

@@ -5,8 +5,8 @@
     warm start   of rotation and codebooks, by OPQ on them
     joint        towers, codebooks and rotation: retrieval loss + weight · distortion
 
-Both learning phases end with the step that did best on the validation users. Where a process group
-is there, its ranks do this together, as one would alone: the first writes, tells and measures.
+Both learning phases end with the step that did best on the validation users. The ranks of a process
+group train one model together, with the outcome of a single process: the first writes and measures.
 """
 
 import contextlib
@@ -22,11 +22,14 @@ from torch import Tensor
 
 from givens import distributed
 from givens.quantizer import Quantizer
-from givens.retrieval import checkpoint, evaluate
+from givens.retrieval import checkpoint
+from givens.retrieval.batches import Examples
 from givens.retrieval.config import Config
 from givens.retrieval.data import Log
-from givens.retrieval.run import Row, Run
+from givens.retrieval.evaluate import Evaluator
+from givens.retrieval.state import Row, State
 from givens.retrieval.towers import Towers
+from givens.retrieval.trainer import Trainer
 from givens.storage import files
 
 # Saving takes at most this part of the time, unless it takes no time at all.
@@ -38,22 +41,22 @@ CHECKPOINT = "checkpoint.safetensors"
 Tell = Callable[[Row], object]
 
 
-def unheard(row: Row) -> None:
-    """Tell nobody."""
+def ignore(value: object) -> None:
+    """Do nothing with a row or a step."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What a run ends with."""
+    """The outcome of a run."""
 
     towers: Towers
     quantizer: Quantizer
     start: Quantizer | None
-    """The index as it was when the last phase began; none where that was not in this call."""
+    """The index at the beginning of the joint phase; none if that was before this call."""
     rows: list[Row]
-    """What every look at the validation users saw."""
+    """Of every evaluation on the validation users."""
     results: dict[str, Any]
-    """Of the test users, by the index, by brute force on decoded items and in full precision."""
+    """Of the test users: the index, exact search of decoded items, and full precision."""
 
 
 def train(
@@ -65,150 +68,156 @@ def train(
     towers: dict[str, Tensor] | None = None,
     start: Quantizer | None = None,
     device: torch.device | str = "cpu",
-    tell: Tell = unheard,
+    tell: Tell = ignore,
+    progress: Callable[[int], object] = ignore,
 ) -> Trained:
     """Train towers and index, and measure them on the test users.
 
     Args:
-        log: what to learn from.
-        config: how.
+        log: the log to learn from.
+        config: the options of the run.
         folder: where checkpoints, metrics and results go; none for no files.
-        resume: whether to go on from the folder's checkpoint, if it has one.
-        towers: from `warm_up` or `load_towers`, to go on from instead of the first phase.
-        start: the index that another run began with from these towers, instead of the third phase.
-        device: where to work.
-        tell: is told of every look at the validation users, on the first rank.
+        resume: whether to continue from the folder's checkpoint, if it has one.
+        towers: from `warm_up` or `load_towers`, to continue from instead of the first phase.
+        start: the index that another run started with from these towers, instead of the third
+            phase.
+        device: where to train.
+        tell: called with the row of every evaluation on the validation users, on the first rank.
+        progress: called with the number of every step taken, on the first rank.
     """
     # Before the work: a missing package.
     import givens.export.faiss  # noqa: F401
 
-    run = Run(log, config, device, blank=towers is not None)
-    run.start = start
+    state = State(log, config, device, blank=towers is not None)
+    state.start = start
     if towers is not None:
-        run.adopt(towers)
+        state.skip_warm_up(towers)
     if resume and folder is not None and (folder / CHECKPOINT).exists():
-        checkpoint.load(run, folder / CHECKPOINT)
-    run.check_ranks()
+        checkpoint.load(state, folder / CHECKPOINT)
+    trainer, evaluator = _prepare(state)
+    trainer.check_ranks()
     if not distributed.is_first():
-        folder, tell = None, unheard
-    saver = Saver(run, folder)
-    with board(folder, run.step) as show:
-        while run.step < config.total:
-            if run.step == config.warmup:
-                run.begin_joint()
-                saver.keep_start()
-                show(run.look())
-                tell(run.rows[-1])
-            run.advance()
-            if run.step % config.every == 0 or run.step in (config.warmup, config.total):
-                show(run.look())
-                saver.save()
-                tell(run.rows[-1])
-        if config.steps == 0 and config.method != "post-hoc" and not run.joint:
-            # No step with it: the index as it starts.
-            run.begin_joint()
-            saver.keep_start()
-            show(run.look())
+        folder, tell, progress = None, ignore, ignore
+    saver = Saver(state, folder)
+    with open_board(folder, state.step) as show:
+
+        def keep(row: Row) -> None:
+            show(row)
             saver.save()
-            tell(run.rows[-1])
-    quantizer = run.indexed()
-    results = distributed.from_first(lambda: finished(run, quantizer, folder))
-    return Trained(run.towers, quantizer, run.start, run.rows, results)
+            tell(row)
+
+        _learn(trainer, evaluator, config.warmup, keep, progress)
+        # Without steps of the joint phase, the index stays as it starts.
+        has_index = config.steps > 0 or config.method != "post-hoc"
+        if state.step == config.warmup and not state.joint and has_index:
+            trainer.begin_joint()
+            saver.save_start()
+            row = evaluator.evaluate(trainer.take_losses())
+            show(row)
+            if not config.steps:
+                saver.save()
+            tell(row)
+        _learn(trainer, evaluator, config.total, keep, progress)
+    quantizer = trainer.finish()
+    results = distributed.from_first(lambda: _write_results(evaluator, quantizer, folder))
+    return Trained(state.towers, quantizer, state.start, state.rows, results)
 
 
 def warm_up(
-    log: Log, config: Config, *, device: torch.device | str = "cpu", tell: Tell = unheard
+    log: Log, config: Config, *, device: torch.device | str = "cpu", tell: Tell = ignore
 ) -> dict[str, Tensor]:
-    """The first phase alone: its best towers, for runs that are to share them."""
-    run = Run(log, config, device)
-    while run.step < config.warmup:
-        run.advance()
-        if run.step % config.every == 0 or run.step == config.warmup:
-            tell(run.look())
-    return {name: part for name, part in run.best.parts.items() if name.startswith("towers.")}
+    """Run the first phase alone; gives its best towers, for runs that share them."""
+    state = State(log, config, device)
+    _learn(*_prepare(state), config.warmup, tell)
+    return {name: part for name, part in state.best.parts.items() if name.startswith("towers.")}
 
 
-def finished(run: Run, quantizer: Quantizer, folder: Path | None) -> dict[str, Any]:
-    """The results, with all that is made of them in the folder, where there is one."""
-    index, results = measured(run, quantizer)
+def _prepare(state: State) -> tuple[Trainer, Evaluator]:
+    """What trains a state and what measures it, on the same examples."""
+    c = state.config
+    examples = Examples(
+        state.log,
+        history=c.history,
+        ahead=c.ahead,
+        seed=c.seed,
+        stream=c.stream,
+        device=state.device,
+    )
+    return Trainer(state, examples), Evaluator(state, examples)
+
+
+def _learn(
+    trainer: Trainer,
+    evaluator: Evaluator,
+    until: int,
+    tell: Tell,
+    progress: Callable[[int], object] = ignore,
+) -> None:
+    """Take steps until this one, and evaluate now and then and at the end of a phase."""
+    state, c = trainer.state, trainer.state.config
+    while state.step < until:
+        trainer.advance()
+        progress(state.step)
+        if state.step % c.every == 0 or state.step in (c.warmup, c.total):
+            tell(evaluator.evaluate(trainer.take_losses()))
+
+
+def _write_results(
+    evaluator: Evaluator, quantizer: Quantizer, folder: Path | None
+) -> dict[str, Any]:
+    """Measure the test users, and write the results and all they are made of into the folder."""
+    index, results = evaluator.test(quantizer)
     if folder is not None:
         from givens.export.faiss import save_index
 
-        checkpoint.save_towers(run, folder / "towers.safetensors")
-        held = run.examples.held(run.log.test)
+        state = evaluator.state
+        checkpoint.save_towers(state, folder / "towers.safetensors")
+        held = evaluator.examples.hold_out(state.log.test)
         with torch.no_grad():
-            users = run.towers.user(held.asked)
+            users = state.towers.user(held.inputs)
         checkpoint.save_users(users, held, folder / "users.safetensors")
         quantizer.save(folder / "quantizer.safetensors")
-        if run.log.names is not None:
+        if state.log.names is not None:
             with files.replacing(folder / "items.txt") as temporary:
-                temporary.write_text("".join(f"{name}\n" for name in run.log.names), "utf-8")
-        save_index(index, folder / "index.faiss", {"log": str(run.log), "step": run.best.step})
+                temporary.write_text("".join(f"{name}\n" for name in state.log.names), "utf-8")
+        save_index(index, folder / "index.faiss", {"log": str(state.log), "step": state.best.step})
         files.write_json(folder / "results.json", results)
     return results
 
 
-@torch.no_grad()
-def measured(run: Run, quantizer: Quantizer) -> tuple[Any, dict[str, Any]]:
-    """The index, and what test users find in it, in decoded items and in full precision."""
-    from givens.export.faiss import to_faiss
-
-    held = run.examples.held(run.log.test)
-    users, items = run.towers.user(held.asked), run.towers.item()
-    index = to_faiss(quantizer, items)
-    decoded = evaluate.as_indexed(index, items, quantizer.decode(quantizer.encode(items)))
-    k = min(max(evaluate.KS), run.log.catalogue)
-    rankings = {
-        "index": evaluate.search(index, users, held, k),
-        "decoded": evaluate.brute_force(users, decoded, held, k),
-        "full": evaluate.brute_force(users, items, held, k),
-        "popularity": evaluate.brute_force(
-            users.new_ones(len(users), 1), run.examples.popularity[:, None], held, k
-        ),
-    }
-    results: dict[str, Any] = {
-        name: evaluate.metrics(ranking.items, held, run.log.catalogue)
-        for name, ranking in rankings.items()
-    }
-    results["agreement"] = evaluate.check_agreement(rankings["index"], rankings["decoded"])
-    results["distortion"] = quantizer.distortion(items)
-    results["best_step"] = run.best.step
-    return index, results
-
-
 class Saver:
-    """Keeps a run's checkpoint and metrics in its folder, where there is one."""
+    """Saves the checkpoint and metrics of a run in its folder, where there is one."""
 
-    def __init__(self, run: Run, folder: Path | None) -> None:
-        self.run, self.folder = run, folder
+    def __init__(self, state: State, folder: Path | None) -> None:
+        self.state, self.folder = state, folder
         self.spent, self.last = 0.0, time.perf_counter()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             files.check_writable(folder / "metrics.jsonl")
-            # Of a run that was here before, it would pass for this one's.
+            # Results of an earlier run would pass for those of this one.
             (folder / "results.json").unlink(missing_ok=True)
 
-    def keep_start(self) -> None:
-        """Keep the index as it begins, to be compared with how it ends."""
-        if self.folder is not None and self.run.start is not None:
-            self.run.start.save(self.folder / "start.safetensors")
+    def save_start(self) -> None:
+        """Save the index as it starts, to be compared with how it ends."""
+        if self.folder is not None and self.state.start is not None:
+            self.state.start.save(self.folder / "start.safetensors")
 
     def save(self) -> None:
-        """Save, unless it takes too long to be done so often."""
+        """Save, unless saving this often would take too much of the time."""
         began = time.perf_counter()
         soon = SAVING * (began - self.last) < self.spent - QUICK
-        if self.folder is None or (soon and self.run.step < self.run.config.total):
+        if self.folder is None or (soon and self.state.step < self.state.config.total):
             return
-        lines = "".join(json.dumps(row, sort_keys=True) + "\n" for row in self.run.rows)
+        lines = "".join(json.dumps(row, sort_keys=True) + "\n" for row in self.state.rows)
         with files.replacing(self.folder / "metrics.jsonl") as temporary:
             temporary.write_text(lines)
-        checkpoint.save(self.run, self.folder / CHECKPOINT)
+        checkpoint.save(self.state, self.folder / CHECKPOINT)
         self.last = time.perf_counter()
         self.spent = self.last - began
 
 
 @contextlib.contextmanager
-def board(folder: Path | None, step: int) -> Iterator[Tell]:
+def open_board(folder: Path | None, step: int) -> Iterator[Tell]:
     """Scalars for TensorBoard, where it is installed."""
     writer: Any = None
     if folder is not None:
@@ -217,7 +226,7 @@ def board(folder: Path | None, step: int) -> Iterator[Tell]:
 
             writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
     if writer is None:
-        yield unheard
+        yield ignore
         return
 
     def show(row: Row) -> None:

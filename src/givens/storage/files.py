@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
@@ -34,6 +35,7 @@ HEADER_LIMIT = 1 << 20
 MOST_AXES = 8
 # Temporary files of this process, from before they are made until they are gone.
 _written: set[Path] = set()
+_claiming = threading.Lock()
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -159,10 +161,16 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def remove_unfinished() -> None:
-    """Remove what this process was writing, for a signal that comes when nothing else would."""
-    for temporary in _written:
+def remove_unfinished(*, for_good: bool = False) -> None:
+    """Remove what this process was writing, for a signal that comes when nothing else would.
+
+    `for_good` keeps other threads from beginning another file: the process is about to end.
+    """
+    _claiming.acquire()
+    for temporary in list(_written):
         temporary.unlink(missing_ok=True)
+    if not for_good:
+        _claiming.release()
 
 
 def write_json(path: str | Path, content: Any) -> None:
@@ -344,8 +352,9 @@ def _claim(target: Path) -> tuple[Path, int]:
     """A new file beside the target, locked: the lock goes when its process does."""
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        _written.add(temporary)
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+        with _claiming:
+            _written.add(temporary)
+            descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
         if sys.platform == "win32":
             return temporary, descriptor
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,0 +1,242 @@
+"""The steps of both learning phases, and the start of the index between them."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from givens import distributed
+from givens.fixed.fit import fit
+from givens.kernels.gpu.replay import Replay
+from givens.layer.layer import IndexLayer
+from givens.quantizer import Quantizer
+from givens.retrieval.batches import Examples, Inputs
+from givens.retrieval.config import Config
+from givens.retrieval.losses import hinge_loss, softmax_loss
+from givens.retrieval.state import Best, State
+from givens.rotation import random_rotation
+
+# The rates rise over so many steps before they fall.
+RAMP = 100
+
+
+class Trainer:
+    """Changes a state step by step. Among ranks every one takes the same steps."""
+
+    def __init__(self, state: State, examples: Examples) -> None:
+        self.state, self.examples = state, examples
+        # Where all items are candidates: a rank's part of them. One alone does without the list.
+        self.everything = (
+            None if distributed.alone() else torch.arange(state.log.catalogue, device=state.device)
+        )
+        # Losses since the last evaluation; reading them waits for the device.
+        self.pending: list[Tensor] = []
+        self.replay = self._make_replay()
+
+    @property
+    def candidates(self) -> int:
+        """How many items a step compares."""
+        c = self.state.config
+        return self.state.log.catalogue if c.negatives is None else c.batch + c.negatives
+
+    def advance(self) -> None:
+        """Take one step: every rank draws the whole batch, and works on its rows of it."""
+        state, c = self.state, self.state.config
+        self.set_rates()
+        inputs, target = self.examples.draw(state.step, c.batch, progress=state.step / c.total)
+        mine = self.examples.drop_items(inputs, c.dropout)[distributed.rows(c.batch)]
+        drawn = None if c.negatives is None else self.examples.draw_items(c.negatives)
+        batch = (mine.history, mine.words, target, drawn)
+        losses = self.replay(self.update, *batch) if self.replay else self.update(*batch)
+        self.pending.append(losses)
+        state.step += 1
+
+    def update(
+        self,
+        history: Int[Tensor, "rows h"],
+        words: Int[Tensor, "rows w"] | None,
+        target: Int[Tensor, " b"],
+        drawn: Int[Tensor, " m"] | None,
+    ) -> Float[Tensor, " 2"]:
+        """Learn from a rank's rows of a batch: the batch's retrieval loss and its distortion."""
+        state = self.state
+        users = state.towers.user(Inputs(history, words))
+        retrieval, distortion = self.compute_losses(users, target, drawn)
+        losses = distributed.sum_ranks(torch.stack([retrieval.detach(), distortion.detach()]))
+        if state.device.type == "cpu":
+            check_finite(state.step, [losses])
+        for optimizer in state.optimizers:
+            optimizer.zero_grad()
+        (retrieval + state.config.weight * distortion).backward()  # type: ignore[no-untyped-call]
+        groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+        distributed.add_gradients(part for group in groups for part in group["params"])
+        for optimizer in state.optimizers:
+            optimizer.step()
+        return losses
+
+    def compute_losses(
+        self,
+        users: Float[Tensor, "rows n"],
+        target: Int[Tensor, " b"],
+        drawn: Int[Tensor, " m"] | None,
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        """The retrieval loss over candidates that the batch shares, and their distortion.
+
+        Among ranks each has its rows of the batch, and its share of both. The candidates are of the
+        whole batch: a rank embeds a part of them, and all gather them.
+        """
+        state, c, mine = self.state, self.state.config, distributed.rows(len(target))
+        ids, column, log_q, same = self.everything, target[mine], None, None
+        if drawn is not None:
+            ids = torch.cat([target, drawn])
+            column = torch.arange(len(target), device=state.device)[mine]
+            same = target[mine, None] == ids
+            # How often an item is expected among the candidates.
+            often = c.batch * self.examples.popularity[ids] + len(drawn) / state.log.catalogue
+            log_q = often.log()
+        items = state.towers.item(None if ids is None else ids[distributed.rows(self.candidates)])
+        distortion = users.new_zeros(())
+        if state.joint:
+            items, _, distortion = state.layer(items)
+            distortion = distributed.share(distortion, len(items), self.candidates)
+        items = distributed.gather_rows(items, self.candidates)
+        if c.loss == "hinge":
+            return hinge_loss(users, items, column, margin=c.margin, same=same), distortion
+        loss = softmax_loss(users, items, column, temperature=c.temperature, log_q=log_q, same=same)
+        return loss, distortion
+
+    def set_rates(self) -> None:
+        """Set the learning rates: in each phase up in a line, then down to 0 by a cosine."""
+        state, c = self.state, self.state.config
+        first, length = (0, c.warmup) if state.step < c.warmup else (c.warmup, c.steps)
+        at = state.step - first
+        factor = min(1.0, (at + 1) / RAMP) * (1 + math.cos(math.pi * at / length)) / 2
+        for optimizer in state.optimizers:
+            for group in optimizer.param_groups:
+                rate = factor * group["initial_lr"]
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+    def take_losses(self) -> list[Float[Tensor, " 2"]]:
+        """The losses of all steps since the last call: retrieval and distortion.
+
+        Ranks make sure that they have the same index, and share how they use its codewords.
+        """
+        if self.state.joint:
+            self._meet()
+        losses, self.pending = self.pending, []
+        return losses
+
+    def begin_joint(self) -> None:
+        """Collect embeddings of items from the best towers, and start the index from them.
+
+        Unless the state has a `start` already, which another run found from the same towers. Ranks
+        embed a part of the items each, and the first starts the index for all.
+        """
+        state, c = self.state, self.state.config
+        state.load_parts(state.best.parts)
+        if c.method != "post-hoc":
+            if state.start is None:
+                start_index(state.layer, self.collect(), c)
+                state.start = state.layer.quantizer
+            else:
+                state.layer.start_from(state.start)
+            state.best = Best(-1.0, state.step, {})
+            state.mark_rotation()
+        state.reset_optimizers(joint=state.joint)
+        self.replay = self._make_replay()
+
+    @torch.no_grad()
+    def collect(self) -> Float[Tensor, "N n"]:
+        """Embeddings of a uniform sample of items."""
+        state = self.state
+        drawn = np.random.default_rng(state.config.seed).permutation(state.log.catalogue)
+        ids = torch.from_numpy(np.sort(drawn[: state.config.sample])).to(state.device)
+        mine = ids[distributed.rows(len(ids))]
+        return distributed.gather_rows(state.towers.item(mine), len(ids))
+
+    @torch.no_grad()
+    def finish(self) -> Quantizer:
+        """Go back to the best step; gives its index, or the one that Faiss fits post hoc."""
+        state, c = self.state, self.state.config
+        state.load_parts(state.best.parts)
+        if state.joint:
+            return state.quantizer
+        from givens.export.faiss import fit_opq
+
+        items = state.towers.item().cpu()
+        sizes = (c.subspaces, c.codewords, c.coarse)
+        fitted = distributed.from_first(lambda: fit_opq(items, *sizes, metric="cosine"))
+        return fitted.to(state.device)
+
+    def check_ranks(self) -> None:
+        """Refuse ranks that would not train the same model on the same draws."""
+        if distributed.alone():
+            return
+        state = self.state
+        _, drawn = self.examples.draw(state.step, state.config.batch)
+        parts: list[Tensor | str] = [
+            state.log.fingerprint,
+            repr(state.config),
+            repr(state.step),
+            drawn,
+        ]
+        distributed.check_same(
+            "log, options, checkpoint and draws",
+            parts,
+            "give all the same options and a folder that they share, on machines of one kind",
+        )
+
+    @torch.no_grad()
+    def _meet(self) -> None:
+        layer, mine = self.state.layer, distributed.rows(self.candidates)
+        # A moving average of means: that over all is the mean of those over parts.
+        layer.usage.copy_(
+            distributed.sum_ranks(
+                distributed.share(layer.usage, mine.stop - mine.start, self.candidates)
+            )
+        )
+        distributed.check_same(
+            "R and codebooks",
+            [layer.rotation.matrix, layer.codebooks],
+            "train on machines of one kind, or go on from the last checkpoint",
+        )
+
+    def _make_replay(self) -> Replay | None:
+        """What captures a step as a CUDA graph, where that is possible."""
+        return Replay(self.state.device) if self.state.capturable else None
+
+
+def start_index(layer: IndexLayer, sample: Float[Tensor, "N n"], config: Config) -> None:
+    """Set R by OPQ, to the identity or at random, and fit codebooks to it."""
+    if config.start == "opq":
+        layer.warm_start(sample, config.iterations, seed=config.seed)
+        return
+    if not distributed.is_first():
+        layer.start_from(None)
+        return
+    R = torch.eye(config.dim, dtype=sample.dtype, device=sample.device)
+    if config.start == "random":
+        R = random_rotation(config.dim, config.seed).to(sample.device)
+    how: dict[str, Any] = {"method": "pq", "metric": "cosine", "seed": config.seed}
+    how |= {"codewords": config.codewords, "coarse": config.coarse}
+    q = fit(sample @ R, config.subspaces, max_iter=config.iterations, sample=0, **how)
+    layer.start_from(Quantizer(R, q.codebooks, q.coarse, "cosine"))
+
+
+def check_finite(step: int, losses: list[Float[Tensor, " 2"]]) -> None:
+    """Refuse losses that are not finite; `step` is that of the first of them."""
+    table = torch.stack(losses).cpu()
+    bad = (~table.isfinite().all(1)).nonzero()
+    if len(bad):
+        at = int(bad[0])
+        retrieval, distortion = table[at].tolist()
+        raise ValueError(
+            f"the loss is not finite at step {step + at}: retrieval {retrieval:g}, distortion "
+            f"{distortion:g}; a lower lr or a higher temperature may help"
+        )
