@@ -160,7 +160,8 @@ def fig3(
     if "frozen" not in chosen:
         raise ValueError("--methods must have frozen among them, which others are compared with")
     log = log_for(data, smoke=smoke)
-    configs = _configs(log, (16,), 1 if seeds is None else seeds, smoke, warmup=warmup, steps=steps)
+    count = 1 if seeds is None else seeds
+    configs = _configs(log, (fig3.BYTES,), count, smoke, warmup=warmup, steps=steps)
     place = out.check_device(device).type
     names = (f"joint-{slug(log.name)}.json", f"fig3-{slug(log.name)}.png")
     _prepare(output, names, data)
