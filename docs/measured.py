@@ -5,10 +5,10 @@
     :table: step
     ```
 
-Pictures and Markdown tables are shown as they are. With `table`, that function of `tables.py` makes
-a table from the rows; with `claims`, that function of `givens.paper` ("fig3.claims") says what they
-show. No number of a measurement is typed on a page. What is missing stops the build; only with
-`pending` a note stands in its place.
+Pictures and Markdown tables are shown as they are. With `table`, that function of `tables.py` or
+`scale_tables.py` makes a table from the rows; with `claims`, that function of `givens.paper`
+("fig3.claims") says what they show. No number of a measurement is typed on a page. What is missing
+stops the build; only with `pending` a note stands in its place.
 """
 
 import importlib
@@ -16,12 +16,15 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import cells
+import scale_tables
 import tables
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).parent.parent / "results"
+TABLES = {**vars(tables), **vars(scale_tables)}
 
 
 class Measured(SphinxDirective):
@@ -41,7 +44,8 @@ class Measured(SphinxDirective):
         pattern, command = self.arguments[0], self.options["command"]
         found = sorted(RESULTS.glob(pattern))
         self.env.note_dependency(str(RESULTS))
-        self.env.note_dependency(tables.__file__)
+        for module in (cells, tables, scale_tables):
+            self.env.note_dependency(module.__file__)
         if not found:
             if "pending" not in self.options:
                 raise self.error(f"results/{pattern} must be there; `{command}` writes it")
@@ -66,7 +70,7 @@ class Measured(SphinxDirective):
         if "table" in self.options:
             names = ", ".join(path.name for path in found)
             try:
-                return list(getattr(tables, self.options["table"])(merge(found)))
+                return list(TABLES[self.options["table"]](merge(found)))
             except (KeyError, ValueError) as error:
                 raise self.error(f"results/{names}: {error}") from error
         return [

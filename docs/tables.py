@@ -5,14 +5,29 @@ of a table. A row that is missing is a ValueError, which stops the build of the 
 """
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
+
+from cells import (
+    Rows,
+    contenders,
+    duration,
+    factor,
+    figures,
+    grid,
+    line,
+    needed,
+    percent,
+    plain,
+    select,
+    spread,
+    table,
+    times,
+    unique,
+)
 
 from givens.compare.page import FAMILIES, advice
 from givens.paper import joint
-
-Row = dict[str, Any]
-Rows = list[Row]
 
 MISSING = "–"
 FITTED = {
@@ -46,7 +61,6 @@ LOGS = {
 }
 BASES = ("no_index", "frozen")
 PEERS = ("faiss.read_index (OPQ+PQ)", "hnswlib", "usearch", "plain safetensors")
-ENGINES = {"local": "`--engine local`", "shards": "`--shards`", "ray": "`--engine ray`"}
 
 
 def fit(rows: Rows) -> list[str]:
@@ -278,7 +292,9 @@ def damage(result: dict[str, Any]) -> list[str]:
     versions = result["versions"]
     packages = ("faiss-cpu", "hnswlib", "usearch", "safetensors")
     names = ("Faiss", "hnswlib", "usearch", "safetensors")
-    lines = table("", "givens", *(f"{n} {versions[p]}" for n, p in zip(names, packages, strict=True)))
+    lines = table(
+        "", "givens", *(f"{n} {versions[p]}" for n, p in zip(names, packages, strict=True))
+    )
     ours = {key: sum(row[key] for row in sealed) for key in ("changed", "files")}
     lines.append(
         line(
@@ -314,9 +330,9 @@ def damage(result: dict[str, Any]) -> list[str]:
         "",
         f"The {ours['files']:,} files of givens carry digests: quantizers, indexes with their "
         f"records, folders of shards, checkpoints, states of fits. Another "
-        f"{sum(row['files'] for row in others):,} files of {len(others)} kinds carry none: vectors, "
-        f"click logs, run folders, rows of figures. There a changed number is a number, and the "
-        f"promise is one line of error. Of all "
+        f"{sum(row['files'] for row in others):,} files of {len(others)} kinds carry none: "
+        f"vectors, click logs, run folders, rows of figures. There a changed number is a number, "
+        f"and the promise is one line of error. Of all "
         f"{ours['files'] + sum(row['files'] for row in others):,}, "
         f"{sum(row['crashed'] + row['hung'] for row in mine)} crashed or hung, "
         f"{sum(row['over 2 s'] for row in mine)} took over 2 s, and "
@@ -336,37 +352,6 @@ def stopped(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def scale(rows: Rows) -> list[str]:
-    """Seconds and memory of each command."""
-    lines = table("step", "seconds", "of which", "memory of all processes")
-    for row in needed(rows, "scale"):
-        parts = row.get("parts") or {}
-        if "search_seconds" in row:
-            parts = {"search": row["search_seconds"]}
-        told = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items())
-        peaks = row["peak_of"] if len(row["peak_of"]) > 1 else {}
-        each = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in peaks.items())
-        memory = f"{row['peak_bytes'] / 2**20:,.0f} MiB" + (f": {each}" if each else "")
-        lines.append(line(_step_name(row), f"{row['seconds']:.3g}", told, memory))
-    return lines
-
-
-def _step_name(row: Row) -> str:
-    if row["step"] == "build":
-        return f"build, {ENGINES[row['engine']]}"
-    if row["step"] == "search":
-        name = f"search, {row['queries']:,} queries"
-        if row["index"].startswith("shards"):
-            return f"{name}, shards"
-        return f"{name}, `--mmap`" if row["mapped"] else name
-    return str(row["step"])
-
-
-def select(rows: Iterable[Row], **labels: Any) -> Rows:
-    """The rows that have these values."""
-    return [row for row in rows if all(row.get(name) == value for name, value in labels.items())]
-
-
 def select_start(rows: Rows) -> Rows:
     """Rows of the common start; others are of another table."""
     return [row for row in rows if row["config"]["start"] == "opq"]
@@ -375,89 +360,3 @@ def select_start(rows: Rows) -> Rows:
 def of(rows: Rows, method: str, size: int) -> Rows:
     """The rows of a method and a size of codes."""
     return select(rows, method=method, bytes=size)
-
-
-def unique(values: Iterable[Any]) -> list[Any]:
-    """The values once each, in their order."""
-    return list(dict.fromkeys(values))
-
-
-def contenders(rows: Rows, key: str, names: dict[str, str]) -> list[str]:
-    """What rows are of: first in the order of `names`, then the others."""
-    there = unique(row[key] for row in rows)
-    return [n for n in names if n in there] + [n for n in there if n not in names]
-
-
-def needed(found: list[Any], what: str) -> list[Any]:
-    """What was looked for, or an error that says what is missing."""
-    if not [value for value in found if value is not None]:
-        raise ValueError(f"the rows must have {what}, but there is none; measure it again")
-    return found
-
-
-def grid(
-    names: Iterable[Any],
-    titles: dict[str, str],
-    cases: Iterable[Any],
-    heads: Iterable[str],
-    cell: Callable[[Any, Any], str],
-) -> list[str]:
-    """A line for each name, a column for each case."""
-    cases = list(cases)
-    lines = [line(titles.get(n, n), *(cell(n, case) for case in cases)) for n in names]
-    return [*table("", *heads), *lines]
-
-
-def table(*heads: str) -> list[str]:
-    """The first two lines."""
-    return [line(*heads), line(*["---"] * len(heads))]
-
-
-def line(*cells: Any) -> str:
-    """One row."""
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def percent(value: float, digits: int = 1) -> str:
-    """A share in percent."""
-    return f"{100 * value:.{digits}f} %"
-
-
-def spread(values: list[float]) -> str:
-    """Mean and standard deviation, in percent."""
-    mean = 100 * statistics.mean(values)
-    if len(values) == 1:
-        return f"{mean:.2f} %"
-    return f"{mean:.2f} ± {100 * statistics.stdev(values):.2f} %"
-
-
-def plain(values: list[float]) -> str:
-    """Mean and standard deviation."""
-    mean = f"{statistics.mean(values):.2f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.2f}"
-
-
-def times(values: list[float]) -> str:
-    """A median of ratios, with the least and the most."""
-    middle = f"{statistics.median(values):.2f}×"
-    return middle if len(values) == 1 else f"{middle} ({min(values):.2f} to {max(values):.2f})"
-
-
-def factor(value: float) -> str:
-    """A ratio: 284×, 7.0×, 0.45×."""
-    digits = 0 if value >= 10 else 1 if value >= 1 else 2
-    return f"{value:.{digits}f}×"
-
-
-def figures(value: float, digits: int) -> str:
-    """A number with so many significant digits: 43,709 or 0.94312."""
-    before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:,.{max(0, digits - before)}f}"
-
-
-def duration(us: float) -> str:
-    """Microseconds in the unit that fits."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if us >= size:
-            return f"{figures(us / size, 3)} {unit}"
-    return f"{figures(us, 3)} µs"
