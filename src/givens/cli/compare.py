@@ -24,7 +24,7 @@ def compare(
         str, typer.Option("--bytes", help="Bytes a vector, with commas between them.")
     ] = "16,32,64,96",
     minutes: Annotated[
-        float | None, typer.Option(help="Time budget: what is unlikely to finish in time is not started.")
+        float | None, typer.Option(help="Time budget: nothing is started that would exceed it.")
     ] = None,
     metric: Annotated[str, typer.Option(help="l2, ip or cosine.")] = "l2",
     methods: Annotated[

@@ -33,7 +33,7 @@ def evaluate(
     exact: Annotated[
         str | None,
         typer.Option(
-            metavar="BASE", help="The vectors in the index; their true neighbours are computed first."
+            metavar="BASE", help="The vectors in the index, to compute the true neighbours."
         ),
     ] = None,
     ids: Annotated[

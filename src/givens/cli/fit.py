@@ -34,7 +34,7 @@ def fit(
         typer.Option(help="auto, identity, eigen, random, or a quantizer to continue from."),
     ] = "auto",
     iterations: Annotated[
-        int | None, typer.Option(help="Maximum number of passes; it stops when a pass no longer pays.")
+        int | None, typer.Option(help="Maximum number of passes; it may stop earlier.")
     ] = None,
     sample: Annotated[int, typer.Option(help="Vectors to learn from; 0 for all.")] = SAMPLE,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -46,8 +46,8 @@ def fit(
     """Learn a rotation and codebooks for vectors.
 
     Reads .npy, .fvecs, .bvecs, .ivecs, .hdf5, .parquet and .safetensors; one of several tables by
-    its name, as in glove.hdf5:train. A record is written beside the quantizer, OUTPUT.json. A run that
-    takes longer than some seconds leaves its state beside OUTPUT until it is done.
+    its name, as in glove.hdf5:train. A record is written beside the quantizer, OUTPUT.json. A run
+    of more than a few seconds keeps its state beside OUTPUT until it is done.
 
     Example: givens fit learn.fvecs -o q.safetensors --subspaces 8 --coarse 1024
     """
