@@ -7,6 +7,8 @@ from typing import Any
 Row = dict[str, Any]
 Rows = list[Row]
 
+NO_BREAK = "\N{NO-BREAK SPACE}"
+
 
 def select(rows: Iterable[Row], **labels: Any) -> Rows:
     """The rows that have these values."""
@@ -60,11 +62,12 @@ def percent(value: float, digits: int = 1) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """Mean and standard deviation, in percent."""
+    """Mean and standard deviation, in percent, on one line."""
     mean = 100 * statistics.mean(values)
-    if len(values) == 1:
-        return f"{mean:.2f} %"
-    return f"{mean:.2f} ± {100 * statistics.stdev(values):.2f} %"
+    told = f"{mean:.2f} %"
+    if len(values) > 1:
+        told = f"{mean:.2f} ± {100 * statistics.stdev(values):.2f} %"
+    return told.replace(" ", NO_BREAK)
 
 
 def plain(values: list[float]) -> str:
