@@ -1,5 +1,6 @@
 """What the pages say is so: their code runs, what they name is there, and they build offline."""
 
+import functools
 import inspect
 import json
 import os
@@ -9,7 +10,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import faiss
 import numpy as np
@@ -221,9 +222,11 @@ def test_strings_of_index_factory_are_what_the_calls_beside_them_make():
     x = np.random.default_rng(0).standard_normal((600, 16)).astype(np.float32)
     table = re.findall(r'^\| `"(.*)"` \| `(to_faiss.*)` \|$', (DOCS / "faiss.md").read_text(), re.M)
     assert len(table) > 5
+    # One pass is enough: the kind of the index does not depend on how good it is.
+    short = SimpleNamespace(fit=functools.partial(givens.fit, iterations=1))
     for string, call in table:
         string, call = (text.replace("1024", "8") for text in (string, call))
-        ours = eval(call, {"givens": givens, "to_faiss": to_faiss, "x": x})
+        ours = eval(call, {"givens": short, "to_faiss": to_faiss, "x": x})
         assert core(ours) == core(faiss.index_factory(16, string))
 
 
