@@ -1,18 +1,17 @@
-"""Hostile files, kills and full disks: what is left of a file, here and with the peers.
+"""Damaged files, kills and full disks: what is left of a file, with givens and with its peers.
 
     python benchmarks/files.py --json results/files.json        10 minutes on one core
     python benchmarks/files.py --quick                          seconds
 
-Mutations: every kind of file that the package reads, and the peers' own, damaged and loaded
-(`hostile.py` beside this script). Time and memory of every load are watched.
+Mutations: every kind of file that the package reads, and the peers' own files, are damaged and
+loaded (`hostile.py` beside this script). Time and memory of every load are measured.
 
-Kills: a child overwrites a file again and again until SIGKILL; then the file must be the old or the
-new one. Full disk: a file is overwritten by one that does not fit, on a small tmpfs, or where it
-cannot be mounted under a limit on the file's size. What becomes of whole commands that are stopped
-is in `kills.py`.
+Kills: a child process overwrites a file repeatedly until SIGKILL; then the file must be the old or
+the new one. Full disk: a file is overwritten by one that does not fit, on a small tmpfs, or, where
+none can be mounted, under a limit on the file's size. `kills.py` stops whole commands.
 
-hnswlib and usearch take part where they are installed. nanopq is left out: it is stored by pickle,
-which runs what a file says, so that there is nothing to expect of it.
+hnswlib and usearch are included where they are installed. nanopq is not: it is stored by pickle,
+which executes code from the file.
 """
 
 import argparse

@@ -4,12 +4,12 @@
     python benchmarks/fit.py --data DIR --device cuda --json results/fit-cuda.json
 
 DIR has learn, base_a, base_b, query and groundtruth (.npy, or compressed .npy.zst) of the SIFT
-descriptors; without it only the made-up data are run. All contenders train on the same 65,536
-vectors and are judged by the mean squared error on vectors that none of them saw, computed here in
-one way for all. They take turns, seed after seed, on the same number of threads. Faiss's OPQ is run
-as it comes, from a random rotation, and from the identity, which it can be given; both are followed
-by its ProductQuantizer with its defaults. On a GPU givens alone is timed, on all base vectors: by
-its own sample of them, and by all of them in every pass.
+descriptors; without it only the synthetic data are run. All contenders train on the same 65,536
+vectors and are compared by the mean squared error on held-out vectors, computed in one way for all.
+They take turns, seed after seed, on the same number of threads. Faiss's OPQ is run with its default
+random start and with the identity start; both are followed by its ProductQuantizer with default
+options. On a GPU only givens is timed, on all base vectors: with its default sample, and with all
+vectors in every pass.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Damaged files: every kind that the package reads, a valid one of each, and what becomes of it.
+"""Damaged files: a valid file of every kind that the package reads, damaged and loaded.
 
 `files.py` beside this one loads 100,000 of them, the tests a few hundred. A file is damaged by bit
 flips, truncation, splices, zeroed ranges, edits of its header and of its length field, and loaded
-in a child process, so that a crash is counted and not suffered. A load either is refused by an
-exception of one line, or gives what was saved, where the kind has a digest; without one, as .npy or
-a click log, other contents may pass, and a crash, a hang or a traceback may not.
+in a child process, so that a crash can be counted. Kinds with a digest must load as they were saved
+or be refused by an exception of one line. Kinds without one, such as .npy or a click log, may load
+with other contents, but not crash, hang or end in a traceback.
 """
 
 import contextlib

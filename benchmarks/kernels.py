@@ -4,8 +4,8 @@
 
 A pairing is first compared with sorting (greedy) or with greedy's weight (steepest). The matrices:
 "gaussian"; "captured", the A of a fit of the vectors of --data, laid side by side up to n; and
-those that could take long: all "zero", "tied" (whole numbers from −2 to 2), "hubs", where a few
-axes outweigh the rest, and a "chain" whose pairs can only be found one after another, n/2 rounds.
+hard ones: all "zero", "tied" (integers from −2 to 2), "hubs", where a few axes outweigh the rest,
+and a "chain" whose pairs can only be found one after another, in n/2 rounds.
 """
 
 import argparse

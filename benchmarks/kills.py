@@ -1,13 +1,13 @@
-"""Commands that are stopped at any moment: is anything lost, and does a second run end the same?
+"""Commands stopped at random moments: is anything lost, and does a second run end the same?
 
     python benchmarks/kills.py --json results/kills.json --moments 200
     python benchmarks/kills.py --moments 3                               a minute
 
-For each of fit, build here and by Ray, train and search: the command begins over the results of
-an earlier one and is stopped by SIGKILL, SIGTERM or SIGINT at a moment drawn from the time that it
-takes. Then each result must be the old one or the new one, and after the same command again (with
---resume where there is one) the new one, byte for byte, with nothing left beside it. SIGTERM and
-SIGINT must be answered by one line on stderr, or come after the end.
+For each of fit, build (locally and on Ray), train and search: the command starts over the results
+of an earlier one and is stopped by SIGKILL, SIGTERM or SIGINT at a random moment of its run. Then
+each result must be the old or the new one, and after running the same command again (with --resume
+if it has one) the new one, byte for byte, with no files left beside it. SIGTERM and SIGINT must
+produce one line on stderr, unless they come after the end.
 
 Commands run in children of a process that has imported the package: the moments are of the work,
 not of Python's imports.

@@ -5,12 +5,11 @@ r"""Semantic IDs side by side: `givens.tokens` and the Faiss string that recomme
         --json results/tokens.json
 
 The vectors are the item embeddings of such runs, or of any file that `givens fit` reads, by
-name=file; they are normalised, as they are compared by the cosine. All items are looked at and
-judged: an ID is for the items there are. Faiss's string is `OPQ{m},IVF1,PQ{m}x8` as RPG and others
-have it, with Faiss's defaults, its codes read from the one list; the distortion is that of the
-vectors which each side's codes stand for, computed here in one way. Then the embeddings are
-disturbed by a little noise, as by some more training, and encoded by the same parts. Rows of other
-data that the file already has are kept.
+name=file; they are normalised, since they are compared by the cosine. All items are used both to
+learn from and to measure. Faiss's string is `OPQ{m},IVF1,PQ{m}x8`, as RPG and others use it, with
+default options, its codes read from the one list. Distortion is computed in one way for both, from
+the decoded vectors. Then a little noise is added to the embeddings, as further training would, and
+they are encoded with the same parts. Rows of other data that the file already has are kept.
 """
 
 import argparse

@@ -15,7 +15,7 @@ import givens
 project = "givens"
 author = "the authors of givens"
 release = version = givens.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "measured"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "measured", "refused"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 

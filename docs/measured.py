@@ -1,25 +1,30 @@
-"""The directive `measured`: what a command has left in results/, or that it has still to be run.
+"""The directive `measured`: what a command has left in results/, as pictures, tables or claims.
 
-    ```{measured} fig2a.png
-    :command: givens paper fig2a --data sift -o results --device cuda
-    :rows: fig2a.json
+    ```{measured} step-cpu.json
+    :command: python benchmarks/step.py --device cpu --json results/step-cpu.json
+    :table: step
     ```
 
-Pictures and Markdown tables are shown as they are. With `claims`, the module of `givens.paper` that
-is named there reads the rows and says what they show. So no number of a measurement is typed here.
+Pictures and Markdown tables are shown as they are. With `table`, that function of `tables.py` or
+`scale_tables.py` makes a table from the rows; with `claims`, that function of `givens.paper`
+("fig3.claims") says what they show. No number of a measurement is typed on a page. What is missing
+stops the build; only with `pending` a note stands in its place.
 """
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import cells
+import scale_tables
+import tables
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
-from givens.paper.rows import read
-
 RESULTS = Path(__file__).parent.parent / "results"
+TABLES = {**vars(tables), **vars(scale_tables)}
 
 
 class Measured(SphinxDirective):
@@ -29,7 +34,9 @@ class Measured(SphinxDirective):
     option_spec: ClassVar[dict[str, Any]] = {
         "command": directives.unchanged_required,
         "rows": directives.unchanged,
+        "table": directives.unchanged,
         "claims": directives.unchanged,
+        "pending": directives.flag,
     }
 
     def run(self) -> list[nodes.Node]:
@@ -37,29 +44,46 @@ class Measured(SphinxDirective):
         pattern, command = self.arguments[0], self.options["command"]
         found = sorted(RESULTS.glob(pattern))
         self.env.note_dependency(str(RESULTS))
+        for module in (cells, tables, scale_tables):
+            self.env.note_dependency(module.__file__)
         if not found:
-            text = [
-                ":::{note}",
-                f"Not measured yet. `{command}` writes `results/{pattern}`.",
-                ":::",
-            ]
-            return self.parse_text_to_nodes("\n".join(text))
-        text = []
-        for path in found:
+            if "pending" not in self.options:
+                raise self.error(f"results/{pattern} must be there; `{command}` writes it")
+            lines = [":::{note}", f"Being measured: `{command}`.", ":::"]
+            return self.parse_text_to_nodes("\n".join(lines))
+        rows = sorted(RESULTS.glob(self.options.get("rows", pattern)))
+        for path in (*found, *rows):
             self.env.note_dependency(str(path))
-            text += _picture(path) if path.suffix == ".png" else _table(path)
+        lines = self.shown(found)
         if "claims" in self.options:
-            if not self.rows():
+            if not rows:
                 raise self.error(f"results/{pattern} is there without {self.options['rows']}")
-            module = importlib.import_module(f"givens.paper.{self.options['claims']}")
-            text += [f"- {line}" for line in module.claims(read(RESULTS / self.options["rows"]))]
-        rows = [f"rows: {{download}}`{path.name} <../results/{path.name}>`" for path in self.rows()]
-        text += ["", f"`{command}`" + "".join(f"; {row}" for row in rows)]
-        return self.parse_text_to_nodes("\n".join(text))
+            module, function = self.options["claims"].split(".")
+            claims = getattr(importlib.import_module(f"givens.paper.{module}"), function)
+            lines += ["", *(f"- {line}" for line in claims(merge(rows)))]
+        links = [f"{{download}}`{path.name} <../results/{path.name}>`" for path in rows]
+        lines += ["", f"`{command}`" + (f"; rows: {', '.join(links)}" if links else "")]
+        return self.parse_text_to_nodes("\n".join(lines))
 
-    def rows(self) -> list[Path]:
-        """The files of raw rows."""
-        return sorted(RESULTS.glob(self.options["rows"])) if "rows" in self.options else []
+    def shown(self, found: list[Path]) -> list[str]:
+        """Pictures, tables that are Markdown, or one table of all the rows."""
+        if "table" in self.options:
+            names = ", ".join(path.name for path in found)
+            try:
+                return list(TABLES[self.options["table"]](merge(found)))
+            except (KeyError, ValueError) as error:
+                raise self.error(f"results/{names}: {error}") from error
+        return [
+            line
+            for path in found
+            for line in (_picture(path) if path.suffix == ".png" else _table(path))
+        ]
+
+
+def merge(paths: list[Path]) -> Any:
+    """What one file holds, or the rows of several."""
+    held = [json.loads(path.read_text("utf-8")) for path in paths]
+    return held[0] if len(held) == 1 else [row for rows in held for row in rows]
 
 
 def _picture(path: Path) -> list[str]:

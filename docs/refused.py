@@ -1,8 +1,6 @@
-"""The table of bad input on the page on reliability, from the tables of the tests themselves.
+"""The directive `refused`: tables of bad input, read from the tests themselves.
 
-    python docs/refused.py
-
-writes it between the marks in reliability.md. `tests/test_docs.py` checks that it is there.
+`python docs/refused.py` prints them.
 """
 
 import ast
@@ -16,10 +14,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "reliability.md"
-BEGIN, END = "<!-- refused -->\n", "<!-- end of refused -->\n"
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
 
+ROOT = Path(__file__).parent.parent
 Row = tuple[str, str]
 
 
@@ -110,7 +108,7 @@ def plain(pattern: str) -> str:
     return re.sub(r"\\(.)", r"\1", re.sub(r"(?<!\\)\.[*+]", "…", pattern)).strip("^$")
 
 
-def markdown() -> str:
+def html() -> str:
     """The tables, folded."""
     return "".join(_folded(title, rows) for title, rows in tables().items())
 
@@ -128,12 +126,24 @@ def _tree(path: str) -> ast.Module:
     return ast.parse(Path(path).read_text("utf-8"))
 
 
-def main() -> None:
-    """Write the tables into the page."""
-    before, rest = PAGE.read_text("utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}{markdown()}{END}{after}", "utf-8")
+class Refused(SphinxDirective):
+    """All the tables."""
+
+    def run(self) -> list[nodes.Node]:
+        """One block of HTML."""
+        for path in (ROOT / "tests").rglob("test_*.py"):
+            self.env.note_dependency(str(path))
+        return [nodes.raw("", html(), format="html")]
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Make the directive known."""
+    app.add_directive("refused", Refused)
+    return {"parallel_read_safe": True}
 
 
 if __name__ == "__main__":
-    main()
+    for title, rows in tables().items():
+        print(f"\n{title}\n")
+        for given, said in rows:
+            print(f"    {given}\n        {said}")

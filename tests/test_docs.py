@@ -1,6 +1,7 @@
 """What the pages say is so: their code runs, what they name is there, and they build offline."""
 
-import importlib.util
+import functools
+import inspect
 import json
 import os
 import re
@@ -9,7 +10,9 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import faiss
 import numpy as np
 import pytest
 import typer
@@ -17,21 +20,20 @@ from typer.testing import CliRunner
 
 import givens
 from givens.cli import app
+from givens.export.faiss import to_faiss
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+# Modules of the pages: tables from rows, and the tables of bad input.
+sys.path.insert(0, str(DOCS))
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 TABLES = [
-    ("vectors.md", "example-vectors.json", "method", ("recall@10", "distortion", "cpu seconds")),
-    ("model.md", "example-two-towers.json", "index", ("recall@100",)),
     ("model.md", "example-sentences.json", "index", ("recall@10",)),
     ("matrix.md", "example-rnn.json", "method", ("right",)),
     ("matrix.md", "example-low-bit-64.json", "method", ("lost", "ms a step")),
     ("matrix.md", "example-low-bit-256.json", "method", ("lost", "ms a step")),
 ]
 PARTS = {"recall@10", "recall@100", "right", "lost"}
-# Of the table of damaged files, after ours.
-PEERS = ("faiss.read_index (OPQ+PQ)", "hnswlib", "usearch", "plain safetensors")
 # Programs that a page may name without ours being in the line.
 KNOWN = {"make", "pip", "curl", "tensorboard", "python"}
 
@@ -102,6 +104,8 @@ def test_code_runs(page, session):
 
 def check_command(words):
     """Every subcommand, option, target and script of a line is there."""
+    if re.fullmatch(r"[A-Z_]+=\d+", words[0]):
+        words = words[1:]
     if "givens" in words:
         check_options(words[words.index("givens") + 1 :])
         return
@@ -111,7 +115,7 @@ def check_command(words):
     elif words[0] == "python" and words[1] != "-m":
         script = (ROOT / words[1]).read_text()
         for option in (word for word in words if word.startswith("--")):
-            assert f'"{option}"' in script
+            assert f'"{option}"' in script or f'"{option[2:]}"' in script
 
 
 def check_options(words):
@@ -133,8 +137,9 @@ def test_a_wrong_option_is_found():
 
 
 def test_commands_behind_the_results_are_there():
-    found = re.findall(r"^:command: (.*)$", (DOCS / "paper.md").read_text(), re.MULTILINE)
-    assert found
+    pages = "\n".join(page.read_text() for page in DOCS.glob("*.md"))
+    found = set(re.findall(r"^:command: (.*)$", pages, re.MULTILINE))
+    assert len(found) > 20
     for command in found:
         check_command(shlex.split(command))
 
@@ -146,18 +151,8 @@ def test_links_of_the_readme_lead_somewhere():
     assert [link for link in here if not (ROOT / link).exists()] == []
 
 
-def test_the_table_of_bad_input_is_that_of_the_tests():
-    spec = importlib.util.spec_from_file_location("refused", ROOT / "docs" / "refused.py")
-    refused = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(refused)
-    tables = refused.tables()
-    assert len({row for rows in tables.values() for row in rows}) >= 150
-    page = (ROOT / "docs" / "reliability.md").read_text()
-    assert refused.markdown() in page, "python docs/refused.py writes it anew"
-
-
 def test_promises_name_tests_that_are_there():
-    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", (DOCS / "reliability.md").read_text())
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", (DOCS / "promises.md").read_text())
     assert len(named) > 20
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
@@ -184,74 +179,177 @@ def test_tables_are_the_rows(page, rows, by, columns):
     assert table(measured, by, columns) in (DOCS / page).read_text()
 
 
-def test_the_table_of_damaged_files_is_what_was_measured():
-    rows = json.loads((ROOT / "results" / "files.json").read_text())["rows"]
-    damaged = {row["target"]: row for row in rows if row["part"] == "mutations"}
-    kills = {row["target"]: row["lost"] for row in rows if row["part"] == "kills"}
-    sealed = [row for row in damaged.values() if row["digest"]]
-    mine = [row for name, row in damaged.items() if name not in PEERS]
-    ours = {name: sum(row[name] for row in sealed) for name in ("changed", "files")}
-    ours["crashed"] = sum(row["crashed"] for row in mine)
-    each = (ours, *(damaged[name] for name in PEERS))
-    told = (DOCS / "reliability.md").read_text()
-    cells = " | ".join(f"{r['changed']:,} of {r['files']:,}" for r in each)
-    assert f"| damaged files that load with other contents | {cells} |" in told
-    crashes = " | ".join(f"{r['crashed']:,}" for r in each)
-    assert f"| damaged files that crash the process | {crashes} |" in told
-    lost = (kills["givens Quantizer.save"], kills["faiss.write_index"], "–", "–")
-    cells = " | ".join(map(str, (*lost, kills["plain safetensors"])))
-    assert f"| old file lost, of 1,000 kills while overwriting it | {cells} |" in told
-    told = " ".join((DOCS / "reliability.md").read_text().split())
-    others = [row for row in mine if not row["digest"]]
-    for part in (
-        f"{sum(row['files'] for row in others):,} files of {len(others)} kinds",
-        f"{sum(row['crashed'] + row['hung'] for row in mine)} crashed or hung",
-        f"{sum(row['over 2 s'] for row in mine)} took over 2 s",
-        f"{sum(row['unclean'] for row in mine):,} ended in a traceback",
+def test_the_numbers_of_the_readme_are_the_rows():
+    """The first screen is typed by hand; the other pages take theirs from the rows."""
+    told = (ROOT / "README.md").read_text().replace("*", "")
+    table = {line.split(" | ")[0]: line for line in told.splitlines() if line.startswith("| ")}
+    rows = json.loads((ROOT / "results" / "fit.json").read_text())
+
+    def values(name, size, key):
+        wanted = {"data": "sift", "contender": name, "subspaces": size}.items()
+        return [row[key] for row in rows if wanted <= row.items() and key in row]
+
+    for label, name in (
+        ("| `givens.fit`", "givens gcd-greedy"),
+        ("| Faiss OPQ, identity start", "faiss opq identity"),
+        ("| Faiss OPQ, default (random) start", "faiss opq"),
     ):
-        assert part in told, part
-    ours, theirs = (
-        next(row["write_ms"] for row in rows if row["part"] == "kills" and row["target"] == name)
-        for name in ("givens save_index", "faiss.write_index")
-    )
-    price = f"took {ours / theirs:.0f} times as long as Faiss alone"
-    assert price in (DOCS / "reliability.md").read_text()
+        cells = [f"{statistics.mean(values(name, n, 'recall_at_10')):.1%}" for n in (8, 16)]
+        seconds = [
+            [statistics.median(values(who, size, "seconds")) for size in (8, 16)]
+            for who in (name, "givens gcd-greedy")
+        ]
+        ratios = sorted(f"{theirs / ours:.1f}" for theirs, ours in zip(*seconds, strict=True))
+        cells.append(" to ".join(ratios) if ratios != ["1.0", "1.0"] else "1")
+        assert table[label].replace(" %", "%") == f"{label} | {' | '.join(cells)} |"
+    rows = json.loads((ROOT / "results" / "joint-ml-1m.json").read_text())
+    common = [row for row in rows if row["bytes"] == 16 and row["config"]["start"] == "opq"]
+    for method, kind in (("gcd-greedy", "index"), ("post-hoc", "index"), ("post-hoc", "full")):
+        found = [row["results"][kind]["recall@100"] for row in common if row["method"] == method]
+        assert f"{100 * statistics.mean(found):.1f} %" in told
 
 
-def test_what_the_index_costs_a_training_step_is_what_was_measured():
-    told = " ".join((DOCS / "benchmarks.md").read_text().split())
-    for device, mode, form in (
-        ("cuda", "eager", "{1:.2f} times as long as with a frozen rotation and {0:.2f} times"),
-        ("cuda", "graph", "as CUDA graphs {1:.2f} and {0:.2f} times"),
-        ("cpu", "eager", "on 2 CPU threads {1:.2f} and {0:.2f}"),
-    ):
-        rows = json.loads((ROOT / "results" / f"layer-{device}.json").read_text())
-        mine = [row for row in rows if (row["contender"], row["mode"]) == ("gcd-greedy", mode)]
-        times = [[row[key] for row in mine] for key in ("times_no_index", "times_frozen")]
-        assert form.format(*map(statistics.median, times)) in told, mode
-        if mode == "eager" and device == "cuda":
-            ends = [f"from {min(found):.2f} to {max(found):.2f}" for found in times]
-            assert f"{ends[1]} and {ends[0]}" in told
+def core(index):
+    """The kinds of indexes from the outermost to the one that holds codes, without rotations."""
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexPreTransform):
+        return core(index.index)
+    inside = core(index.base_index) if isinstance(index, faiss.IndexRefine) else []
+    return [type(index).__name__, *inside]
 
 
-def test_every_public_name_is_in_the_reference():
-    reference = (DOCS / "api.md").read_text()
-    assert [name for name in givens.__all__ if not re.search(rf"\b{name}\b", reference)] == []
+def test_strings_of_index_factory_are_what_the_calls_beside_them_make():
+    x = np.random.default_rng(0).standard_normal((600, 16)).astype(np.float32)
+    table = re.findall(r'^\| `"(.*)"` \| `(to_faiss.*)` \|$', (DOCS / "faiss.md").read_text(), re.M)
+    assert len(table) > 5
+    # One pass is enough: the kind of the index does not depend on how good it is.
+    short = SimpleNamespace(fit=functools.partial(givens.fit, iterations=1))
+    for string, call in table:
+        string, call = (text.replace("1024", "8") for text in (string, call))
+        ours = eval(call, {"givens": short, "to_faiss": to_faiss, "x": x})
+        assert core(ours) == core(faiss.index_factory(16, string))
 
 
-def test_the_pages_build_and_fetch_nothing(tmp_path):
+def test_tables_are_made_from_rows_and_miss_none_silently():
+    import scale_tables
+    import tables
+
+    def fitted(name, size, seconds, held_out, **more):
+        about = {"data": "sift", "dim": 128, "contender": name, "subspaces": size}
+        return {**about, "seconds": seconds, "held_out": held_out, **more}
+
+    rows = [
+        *(fitted("givens gcd-greedy", 8, s, 25_000.4, recall_at_10=0.3646) for s in (2, 3, 9)),
+        fitted("faiss opq", 8, 21, 31_000),
+        fitted("a new one", 8, 0.3, 0.123456),
+    ]
+    told = tables.fit(rows)
+    assert "| givens | 25,000 |" in told
+    assert "| Faiss OPQ, default (random) start | 7.0× |" in told
+    assert "| a new one | 0.12346 |" in told
+    assert "| givens | 36.5 % |" in told
+    with pytest.raises(ValueError, match="there is none; measure it again"):
+        tables.fit(rows[3:])
+    steps = [
+        {"method": "gcd-random", "n": 64, "median_us": 14.21, "times_faster_than_cayley": 33.7},
+        {"method": "cayley", "n": 128, "median_us": 1_479.0, "times_faster_than_cayley": 1.0},
+    ]
+    assert tables.step(steps)[2:] == [
+        "| GCD-R | 14.2 µs (34×) | – |",
+        "| Cayley | – | 1.48 ms (1.0×) |",
+    ]
+    with pytest.raises(ValueError, match="must have Cayley"):
+        tables.step([])
+    with pytest.raises(ValueError, match="measure it again"):
+        scale_tables.scale_plan([])
+    damage = json.loads((ROOT / "results" / "files.json").read_text())
+    damage["rows"] = [row for row in damage["rows"] if row["target"] != "hnswlib"]
+    with pytest.raises(ValueError, match="must have hnswlib"):
+        tables.damage(damage)
+
+
+def test_tables_of_bad_input_are_read_from_the_tests():
+    import refused
+
+    tables = refused.tables()
+    assert len({row for rows in tables.values() for row in rows}) >= 150
+    assert ("gcd(lr=-1.0)", "lr must be finite and not negative") in tables["GCD"]
+
+
+def build(source, target):
     """As `make docs` does it, where every warning is an error."""
-    source = str(Path(givens.__file__).parents[1])
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "trees"]
-    done = subprocess.run(
-        [*command, DOCS, tmp_path / "html"],
+    package = str(Path(givens.__file__).parents[1])
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", target / "trees"]
+    return subprocess.run(
+        [*command, source, target / "html"],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": source},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((package, str(DOCS)))},
     )
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of the pages."""
+    target = tmp_path_factory.mktemp("docs")
+    done = build(DOCS, target)
     assert done.returncode == 0, done.stderr
-    pages = list((tmp_path / "html").rglob("*.html"))
+    return target / "html"
+
+
+def test_what_is_not_measured_stops_the_build(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "conf.py").write_text('extensions = ["myst_parser", "measured"]')
+    pages = {
+        "index": "{measured} none.json\n:command: make it",
+        "other": "{measured} fit.json\n:command: make it\n:table: step",
+        "wrong": "{measured} drift-cpu.json\n:command: make it\n:table: fit",
+        "fine": "{measured} none.json\n:command: make it\n:pending:",
+    }
+    for name, block in pages.items():
+        (source / f"{name}.md").write_text(f"---\norphan: true\n---\n# A page\n\n```{block}\n```\n")
+    done = build(source, tmp_path)
+    assert done.returncode != 0
+    errors = [re.findall(rf"{name}.md:.*ERROR: (.*) \[docutils\]", done.stderr) for name in pages]
+    assert [len(found) for found in errors] == [1, 1, 1, 0]
+    assert errors[0] == ["results/none.json must be there; `make it` writes it"]
+    assert errors[1][0].startswith("results/fit.json: ")
+    assert errors[2][0].startswith("results/drift-cpu.json: ")
+
+
+def public_members(owner):
+    """Methods and properties that a class defines itself."""
+    kinds = (property, staticmethod, classmethod)
+    return [
+        name
+        for name, member in vars(owner).items()
+        if not name.startswith("_")
+        and name != "extra_repr"
+        and (inspect.isfunction(member) or isinstance(member, kinds))
+    ]
+
+
+def test_every_public_name_is_in_the_reference(built):
+    """By Sphinx's own list of what has an entry; a name in the text of another is none."""
+    from sphinx.util.inventory import InventoryFile
+
+    with (built / "objects.inv").open("rb") as file:
+        inventory = InventoryFile.load(file, "", lambda base, name: name)
+    there = {name for kind, names in inventory.items() if kind.startswith("py:") for name in names}
+    public = {name: getattr(givens, name) for name in givens.__all__}
+    wanted = {f"givens.{n}" for n, value in public.items() if not isinstance(value, ModuleType)}
+    for name, value in public.items():
+        if inspect.isclass(value):
+            wanted |= {f"givens.{name}.{member}" for member in public_members(value)}
+    assert wanted
+    assert sorted(wanted - there) == []
+
+
+def test_the_pages_fetch_nothing(built):
+    pages = list(built.rglob("*.html"))
     assert len(pages) > len(PAGES)
     fetched = r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"(?:https?:)?//"
     assert [page.name for page in pages if re.search(fetched, page.read_text())] == []
+    assert "lr must be finite and not negative" in (built / "promises.html").read_text()

@@ -215,14 +215,18 @@ def test_fig3_shows_small_and_large_differences(tmp_path, monkeypatch, change, t
     pyplot = pytest.importorskip("matplotlib.pyplot")
     drawn = []
     monkeypatch.setattr(fig3, "save_picture", lambda _, figure, *__: drawn.append(figure))
-    about = {"name": "log", "bytes": 16, "gpu": "", "threads": 2, "steps": [0, 100]}
+    about = {"name": "log", "bytes": 16, "gpu": "a GPU", "threads": 2, "steps": [0, 100]}
     about["config"] = dataclasses.asdict(Config())
     made = [("frozen", 0, 1.0), ("frozen", 1, 1.0), ("gcd-greedy", 1, change)]
     curves = [
         {**about, "method": m, "seed": s, "distortion": [0.5, 0.5 * c], "final_distortion": 0.5 * c}
         for m, s, c in made
     ]
-    fig3.plot(pyplot, curves, tmp_path / "fig3.png")
+    # What table 1 and others have added to the file is not in the figure.
+    other = {**curves[2], "distortion": [0.5, 9.0], "final_distortion": 9.0}
+    more = [{**other, "bytes": 8}, {**other, "config": {**about["config"], "start": "identity"}}]
+    told = fig3.plot(pyplot, [more[0], *curves, more[1]], tmp_path / "fig3.png")
+    assert told == fig3.claims(curves)
     drawn[0].canvas.draw()
     left, right = drawn[0].axes
     shown = [tick.get_text() for tick in right.get_yticklabels()]

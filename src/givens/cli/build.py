@@ -33,13 +33,13 @@ def build(
         ),
     ] = None,
     refine: Annotated[
-        bool, typer.Option("--refine", help="Keep the vectors too, to rank candidates again by.")
+        bool, typer.Option("--refine", help="Keep the vectors too, and re-rank candidates by them.")
     ] = False,
     ids: Annotated[
         str | None,
-        typer.Option(help="File of integers to answer with instead of positions, one a vector."),
+        typer.Option(help="File of integers, one a vector, to return instead of positions."),
     ] = None,
-    engine: Annotated[str, typer.Option(help="local, or ray: by workers on many cores.")] = "local",
+    engine: Annotated[str, typer.Option(help="local, or ray: workers on many cores.")] = "local",
     address: Annotated[
         str | None, typer.Option(help="A Ray cluster; without one Ray starts on this machine.")
     ] = None,
@@ -47,17 +47,17 @@ def build(
         int | None, typer.Option(help="Workers of Ray at once; all cores if left out.")
     ] = None,
     shards: Annotated[
-        bool, typer.Option("--shards", help="Leave a folder of shards, not merged into one file.")
+        bool, typer.Option("--shards", help="Write a folder of shards instead of one file.")
     ] = False,
 ) -> None:
     """Encode vectors into an index that Faiss loads, adds to and searches.
 
-    Vectors are streamed: memory holds the index and a slice of them. The codes depend on nothing
-    random. Beside the index goes INDEX.json: configuration, versions, fingerprint and checksum. Of
-    text, as GloVe and word2vec write it, the words go into INDEX.items.txt, a line for each id.
+    Vectors are streamed: memory holds the index and a slice of them. Codes do not depend on any
+    seed. INDEX.json is written beside the index: configuration, versions, fingerprint and checksum.
+    The words of a text file, as of GloVe or word2vec, go into INDEX.items.txt, a line for each id.
 
     With --engine ray or --shards, memory holds one shard for each worker, however many vectors
-    there are, and a build that was stopped goes on when it is run again.
+    there are, and a stopped build continues when it is run again.
 
     Example: givens build q.safetensors base.fvecs -o index.faiss
     """

@@ -24,7 +24,7 @@ def compare(
         str, typer.Option("--bytes", help="Bytes a vector, with commas between them.")
     ] = "16,32,64,96",
     minutes: Annotated[
-        float | None, typer.Option(help="Begin nothing that is not likely to end in time.")
+        float | None, typer.Option(help="Time budget: nothing is started that would exceed it.")
     ] = None,
     metric: Annotated[str, typer.Option(help="l2, ip or cosine.")] = "l2",
     methods: Annotated[
@@ -40,9 +40,9 @@ def compare(
     """Find out which compression suits your vectors: recall and speed at equal bytes.
 
     Builds product quantizers with and without a rotation, RaBitQ, TurboQuant, scalar, residual and
-    additive quantizers on the same vectors, and searches them with queries that none has seen.
-    Writes a page with pictures, a table and advice; beside it OUTPUT.json has the rows. The same
-    command goes on from them, also with more --bytes, --methods or --minutes.
+    additive quantizers on the same vectors, and searches them with held-out queries.
+    Writes a page with pictures, a table and advice, and the rows beside it, OUTPUT.json. The same
+    command continues from the rows, also with more --bytes, --methods or --minutes.
 
     Methods: givens, pq, rabitq, sq8, sq4, opq-identity, pca-pq, givens-fastscan, rabitq-fastscan,
     givens-ivf, rabitq-ivf, turboquant, sq6, fp16, opq-default, prq, rq, lsq; in this order, the

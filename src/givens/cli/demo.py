@@ -30,11 +30,11 @@ def demo(
     ),
     seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
 ) -> None:
-    """Train two towers and their index on a click log made in memory, in three ways.
+    """Train two towers and their index on a synthetic click log, in three ways.
 
-    The rotation frozen, learned by GCD, and the index left to Faiss's OPQ afterwards, all from
-    the same warm-up. Takes a few minutes on two cores; writes a page of pictures, and folders with
-    an index each that Faiss opens.
+    With a frozen rotation, with a rotation learned by GCD, and with Faiss OPQ run afterwards, all
+    from the same warm-up. Takes a few minutes on two cores; writes a page of pictures, and a folder
+    for each way, with an index that Faiss opens.
 
     Example: givens demo -o demo
     """

@@ -33,7 +33,7 @@ def evaluate(
     exact: Annotated[
         str | None,
         typer.Option(
-            metavar="BASE", help="The vectors in the index: the true neighbours are found first."
+            metavar="BASE", help="The vectors in the index, to compute the true neighbours."
         ),
     ] = None,
     ids: Annotated[
@@ -51,7 +51,7 @@ def evaluate(
 
     recall@k is the part of the k true neighbours that is among the k found; 1-recall@k says how
     often the nearest one is among them. An inverted file is measured at nprobe 1, 2, 4 and so on,
-    until more brings nothing, and drawn in recall.png.
+    until recall no longer rises, and plotted in recall.png.
 
     Example: givens evaluate index.faiss queries.fvecs --groundtruth groundtruth.ivecs
 

@@ -31,23 +31,23 @@ def fit(
     metric: Annotated[str, typer.Option(help="l2, ip or cosine.")] = "l2",
     init: Annotated[
         str,
-        typer.Option(help="auto, identity, eigen, random, or an earlier quantizer to go on from."),
+        typer.Option(help="auto, identity, eigen, random, or a quantizer to continue from."),
     ] = "auto",
     iterations: Annotated[
-        int | None, typer.Option(help="The most passes; it stops where they no longer pay.")
+        int | None, typer.Option(help="Maximum number of passes; it may stop earlier.")
     ] = None,
-    sample: Annotated[int, typer.Option(help="Vectors to look at; 0 for all.")] = SAMPLE,
+    sample: Annotated[int, typer.Option(help="Vectors to learn from; 0 for all.")] = SAMPLE,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
     resume: Annotated[
-        bool, typer.Option(help="Go on where the same command was interrupted.")
+        bool, typer.Option(help="Continue the same command where it was interrupted.")
     ] = False,
 ) -> None:
     """Learn a rotation and codebooks for vectors.
 
     Reads .npy, .fvecs, .bvecs, .ivecs, .hdf5, .parquet and .safetensors; one of several tables by
-    its name, as in glove.hdf5:train. Beside the quantizer goes its record, OUTPUT.json. A run that
-    takes longer than some seconds leaves its state beside OUTPUT until it is done.
+    its name, as in glove.hdf5:train. A record is written beside the quantizer, OUTPUT.json. A run
+    of more than a few seconds keeps its state beside OUTPUT until it is done.
 
     Example: givens fit learn.fvecs -o q.safetensors --subspaces 8 --coarse 1024
     """

@@ -24,7 +24,7 @@ def groundtruth(
     """Find the exact neighbours of queries, for `givens evaluate` to compare with.
 
     Every query is compared with every vector; of two at the same distance the smaller id comes
-    first. Vectors are streamed. Beside the ids goes their record, OUTPUT.json.
+    first. Vectors are streamed. A record is written beside the ids, OUTPUT.json.
 
     Example: givens groundtruth base.fvecs queries.fvecs -o truth.npy
     """

@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 def inspect(
     file: Annotated[str, typer.Argument(help="A quantizer, an index, or a file of vectors.")],
 ) -> None:
-    """Say what is in a quantizer, an index or a file of vectors, after checking that it is whole.
+    """Describe a quantizer, an index or a file of vectors, after checking that it is complete.
 
     Example: givens inspect index.faiss
     """

@@ -131,7 +131,7 @@ def _fig2(part: str, data: Path, output: Path, device: str, iterations: int, smo
     plot = fig2.plot_a if part == "a" else fig2.plot_bc
     for line in plot(pyplot, runs.rows, picture):
         typer.echo(line)
-    typer.echo(f"{picture}: look at it; the rows are in {rows}, and a rerun goes on from them")
+    typer.echo(f"{picture}: look at it; a rerun continues from {rows}")
 
 
 Log = Annotated[
@@ -160,7 +160,8 @@ def fig3(
     if "frozen" not in chosen:
         raise ValueError("--methods must have frozen among them, which others are compared with")
     log = log_for(data, smoke=smoke)
-    configs = _configs(log, (16,), 1 if seeds is None else seeds, smoke, warmup=warmup, steps=steps)
+    count = 1 if seeds is None else seeds
+    configs = _configs(log, (fig3.BYTES,), count, smoke, warmup=warmup, steps=steps)
     place = out.check_device(device).type
     names = (f"joint-{slug(log.name)}.json", f"fig3-{slug(log.name)}.png")
     _prepare(output, names, data)
@@ -171,7 +172,7 @@ def fig3(
     picture = output / f"fig3-{slug(log.name)}.png"
     for line in fig3.plot(pyplot, rows, picture):
         typer.echo(line)
-    typer.echo(f"{picture}: look at it; the rows are in {runs.path}, and a rerun goes on from them")
+    typer.echo(f"{picture}: look at it; a rerun continues from {runs.path}")
 
 
 @app.command()
@@ -209,7 +210,7 @@ def table1(
         temporary.write_text("\n".join(lines) + "\n", "utf-8")
     for line in lines:
         typer.echo(line)
-    typer.echo(f"Written: {written}; the rows are in {runs.path}, and a rerun goes on from them")
+    typer.echo(f"Written: {written}; a rerun continues from {runs.path}")
 
 
 @app.command()
@@ -239,7 +240,7 @@ def when(
     picture = output / "when.png"
     for line in when.plot(pyplot, rows, picture):
         typer.echo(line)
-    typer.echo(f"{picture}: look at it; the rows are in {runs.path}, and a rerun goes on from them")
+    typer.echo(f"{picture}: look at it; a rerun continues from {runs.path}")
 
 
 def _prepare(output: Path, names: tuple[str, ...], source: Path | None = None) -> None:

@@ -14,10 +14,10 @@ def report(
         Path, typer.Option("-o", "--output", help="The page to write, .html.")
     ] = Path("report.html"),
 ) -> None:
-    """Write what runs have learned into one page that fetches nothing.
+    """Write a self-contained page about training runs.
 
     Takes the folders that `givens train` and `givens demo` write; runs that are not finished are
-    shown as far as they came. The speed of searching is measured now, on this machine.
+    shown up to their last step. The speed of searching is measured now, on this machine.
 
     Example: givens report frozen gcd post-hoc -o report.html
     """

@@ -31,10 +31,10 @@ def search(
     nprobe: Annotated[int, typer.Option(help="Lists to look into, of an inverted file.")] = NPROBE,
     rerank: Annotated[
         str | None,
-        typer.Option(metavar="VECTORS", help="Rank candidates again by these original vectors."),
+        typer.Option(metavar="VECTORS", help="Re-rank candidates by these original vectors."),
     ] = None,
     candidates: Annotated[
-        int | None, typer.Option(help="Candidates to rank again, 10·k if left out.")
+        int | None, typer.Option(help="Candidates to re-rank, 10·k if left out.")
     ] = None,
     ids: Annotated[
         str | None, typer.Option(help="The --ids that the index was built with, for --rerank.")

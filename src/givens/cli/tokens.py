@@ -49,14 +49,14 @@ def tokens(
         Path | None,
         typer.Option(help="IDs of an earlier run with this --quantizer, kept where codes are."),
     ] = None,
-    sample: Annotated[int, typer.Option(help="Vectors to look at; 0 for all.")] = SAMPLE,
+    sample: Annotated[int, typer.Option(help="Vectors to learn from; 0 for all.")] = SAMPLE,
     seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
 ) -> None:
     """Cut items into tokens: IDs for a recommender that generates them.
 
-    Writes for each item its name and its tokens, and says how many items share them and how evenly
-    they are used. Beside the IDs go their record, OUTPUT.json, and what made them, as
-    OUTPUT with the suffix .safetensors, by which a later run gives the same tokens.
+    Writes the name and the tokens of each item, and reports how many items share their tokens and
+    how evenly tokens are used. A record, OUTPUT.json, is written beside the IDs, and so is the
+    tokenizer, OUTPUT with the suffix .safetensors; with it a later run gives the same tokens.
 
     After the vectors have changed: with --quantizer and --previous, only items whose codes have
     changed get new IDs.

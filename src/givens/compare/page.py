@@ -35,7 +35,7 @@ BYTES = Axis("bytes a vector", log=True, write=lambda value: f"{value:,.0f}")
 
 
 def page(result: dict[str, Any]) -> str:
-    """The whole page, which fetches nothing."""
+    """The whole page, self-contained."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from givens.fixed.fit import fit
 from givens.fixed.turns import Learned
-from givens.paper.rows import Rows, environment, number, plain_ticks, read, save_picture, write
+from givens.paper.rows import (
+    Rows,
+    environment,
+    machine,
+    number,
+    plain_ticks,
+    read,
+    save_picture,
+    write,
+)
 from givens.storage import vectors
 
 SUBSPACES, CODEWORDS = 4, 256
@@ -53,6 +62,10 @@ def digest(x: Tensor) -> str:
     """By which rows know their vectors: some thousands of them, from first to last."""
     some = x[:: max(1, len(x) // 4096)].cpu().contiguous().numpy()
     return hashlib.sha256(f"{tuple(x.shape)}".encode() + some.tobytes()).hexdigest()[:16]
+
+
+Chosen = dict[str, dict[str, Any]]
+"""A row for each method."""
 
 
 class Runs:
@@ -136,18 +149,24 @@ def run_bc(runs: Runs, method: str) -> None:
             runs.run(method, rate=RATE, fraction=fraction, seed=seed)
 
 
+def chosen_a(rows: Rows) -> tuple[Chosen, Chosen, dict[str, Any] | None]:
+    """Rows by method, at the paper's rate and at the best one; and the row of exact angles."""
+    whole = [row for row in rows if row["fraction"] == 1]
+    exact = next((row for row in whole if _exact(row)), None)
+    paper = {
+        row["method"]: row
+        for row in whole
+        if row["rate"] == (None if row["method"] == "opq" else RATE)
+    }
+    best = {m: min(_of(whole, m), key=lambda row: row["final"]) for m in paper}
+    return paper, best, exact
+
+
 def plot_a(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     """Two panels: the paper's rate, and each method's own."""
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True)
     whole = [row for row in rows if row["fraction"] == 1]
-    paper = {row["method"]: row for row in whole if row["rate"] in (RATE, None)}
-    exact = next((row for row in whole if _exact(row)), None)
-    paper = {m: r for m, r in paper.items() if not _exact(r)}
-    for row in whole:
-        # The paper's rate may be a method's best, too.
-        if row["method"] in METHODS and row["rate"] == RATE:
-            paper[row["method"]] = row
-    best = {m: min(_of(whole, m), key=lambda row: row["final"]) for m in paper}
+    paper, best, exact = chosen_a(rows)
     for panel, chosen, title in (
         (axes[0], paper, f"5 steps at λ = {RATE:g} an iteration"),
         (axes[1], best, "each at its own best λ"),
@@ -169,15 +188,13 @@ def plot_a(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     axes[0].set_ylabel("distortion")
     for panel in axes:
         panel.legend(frameon=False, fontsize=7.5)
-    lines = claims_a(paper, best, exact)
-    _finish(pyplot, figure, lines, rows, path)
-    return lines
+    save_picture(pyplot, figure, _caption(rows), path)
+    return claims_a(rows)
 
 
-def claims_a(
-    paper: dict[str, dict[str, Any]], best: dict[str, dict[str, Any]], exact: dict[str, Any] | None
-) -> list[str]:
+def claims_a(rows: Rows) -> list[str]:
     """The paper's claims about 2a, each with what this run says of it."""
+    paper, best, exact = chosen_a(rows)
     told = []
     for name, chosen in (("at the paper's λ", paper), ("each at its best λ", best)):
         final = {method: row["final"] for method, row in chosen.items()}
@@ -208,48 +225,42 @@ def claims_a(
 def plot_bc(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     """Mean and spread of the runs, one colour for each part of the data."""
     figure, axes = pyplot.subplots(figsize=(6.4, 4.8))
-    method, told = rows[0]["method"], []
+    method = rows[0]["method"]
     for fraction in sorted({row["fraction"] for row in rows}):
         curves = np.array([row["distortion"] for row in rows if row["fraction"] == fraction])
         mean, spread = curves.mean(0), curves.std(0, ddof=1) if len(curves) > 1 else 0 * curves[0]
-        (line,) = axes.plot(mean, label=f"{100 * fraction:g} % of the data")
+        axes.plot(mean, label=f"{100 * fraction:g} % of the data", lw=1.2)
         axes.fill_between(range(len(mean)), mean - spread, mean + spread, alpha=0.2)
-        line.set_linewidth(1.2)
-        on_all = [row["final_on_all"] for row in rows if row["fraction"] == fraction]
-        width = statistics.stdev(on_all) if len(on_all) > 1 else 0.0
-        told.append(
-            f"{NAMES[method]} on {100 * fraction:g} %: {number(mean[-1], np.ravel(spread)[-1])} "
-            f"on what it saw, {number(statistics.mean(on_all), width)} on all vectors "
-            f"({len(on_all)} runs)"
-        )
     axes.set(xlabel="iteration", ylabel="distortion", yscale="log", title=NAMES[method])
     plain_ticks(axes.yaxis)
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False)
-    told += claims_bc(rows, path)
-    _finish(pyplot, figure, told, rows, path)
-    return told
+    save_picture(pyplot, figure, f"Mean ± standard deviation of runs; {_caption(rows)}", path)
+    other = path.with_name(f"fig2{'c' if method == 'opq' else 'b'}.json")
+    return claims_bc([*rows, *(read(other) if other.exists() else [])])
 
 
-def claims_bc(rows: Rows, path: Path) -> list[str]:
-    """GCD-G against OPQ, once the rows of both are there."""
-    other = path.with_name(f"fig2{'c' if rows[0]['method'] == 'opq' else 'b'}.json")
-    if not other.exists():
-        return [f"the comparison follows when {other.name} is there"]
-    both = {kind[0]["method"]: kind for kind in (rows, read(other))}
+def claims_bc(rows: Rows) -> list[str]:
+    """Each method on each part of the data; GCD-G against OPQ where the rows of both are given."""
     told = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        for fraction in sorted({row["fraction"] for row in rows}):
+            seen, on_all = (_values(rows, method, fraction, k) for k in ("final", "final_on_all"))
+            if seen:
+                told.append(
+                    f"{NAMES[method]} on {100 * fraction:g} %: {_mean(seen)} on the vectors it "
+                    f"learned from, {_mean(on_all)} on all ({len(seen)} runs)"
+                )
     for fraction in sorted({row["fraction"] for row in rows}):
         opq, gcd = (
-            [row["final_on_all"] for row in both[method] if row["fraction"] == fraction]
-            for method in ("opq", "gcd-greedy")
+            _values(rows, method, fraction, "final_on_all") for method in ("opq", "gcd-greedy")
         )
         if len(opq) < 2 or len(gcd) < 2:
             continue
         less = statistics.stdev(gcd) < statistics.stdev(opq)
         told.append(
             f"{_yes(less)} GCD-G varies less between runs on {100 * fraction:g} % "
-            f"({number(statistics.mean(gcd), statistics.stdev(gcd))} against "
-            f"{number(statistics.mean(opq), statistics.stdev(opq))} on all vectors)"
+            f"({_mean(gcd)} against {_mean(opq)} on all vectors)"
         )
         if fraction == min(FRACTIONS):
             lower = statistics.mean(gcd) < statistics.mean(opq)
@@ -257,11 +268,17 @@ def claims_bc(rows: Rows, path: Path) -> list[str]:
     return told
 
 
-def _finish(pyplot: Any, figure: Any, lines: list[str], rows: Rows, path: Path) -> None:
-    about = rows[0]
-    where = about["gpu"] or f"{about['threads']} CPU threads"
-    lines = [*lines, f"{about['vectors']:,} vectors, {SUBSPACES} × {CODEWORDS}, {where}"]
-    save_picture(pyplot, figure, lines, path)
+def _caption(rows: Rows) -> str:
+    count = rows[0]["vectors"]
+    return f"{count:,} vectors, {SUBSPACES} × {CODEWORDS} codewords; {machine(rows[0])}"
+
+
+def _values(rows: Rows, method: str, fraction: float, key: str) -> list[float]:
+    return [row[key] for row in rows if (row["method"], row["fraction"]) == (method, fraction)]
+
+
+def _mean(values: list[float]) -> str:
+    return number(statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
 
 
 def _exact(row: dict[str, Any]) -> bool:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from givens.paper.joint import METHODS, Runs, distortion, named, of, verdict
-from givens.paper.rows import Rows, plain_ticks, save_picture
+from givens.paper.rows import Rows, machine, plain_ticks, save_picture
 from givens.retrieval.config import LABELS, Config
 from givens.retrieval.data import Log
 
 CURVES = tuple(method for method in METHODS if method != "post-hoc")
+BYTES = 16
 # In percent, close to 0 and far from it; nearer than this the axis is even.
 NEAR = 10
 TICKS = (-50, -20, -10, -5, 0, 5, 10, 20, 50, 100, 200, 500)
@@ -27,8 +28,24 @@ def run(runs: Runs, log: Log, configs: list[Config], methods: tuple[str, ...] = 
     return rows
 
 
+def of_figure(rows: Rows) -> Rows:
+    """The rows of the figure, of a file to which table 1 adds other sizes, and others more.
+
+    They have one size, `BYTES` where it is there, and the baseline's options but method and seed.
+    """
+    size = min((row["bytes"] for row in rows), key=lambda size: abs(size - BYTES))
+    curves = [row for row in of(rows, bytes=size) if row["method"] in CURVES]
+    wanted = _options(of(curves, method="frozen")[0])
+    return [row for row in curves if _options(row) == wanted]
+
+
+def _options(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: v for name, v in row["config"].items() if name not in ("method", "seed")}
+
+
 def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     """The distortion of each method, and how far it is from the baseline's of the same seed."""
+    rows = of_figure(rows)
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.4))
     base = {row["seed"]: row["distortion"] for row in of(rows, method="frozen")}
     for number, method in enumerate(CURVES):
@@ -64,14 +81,20 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     for axes in panels:
         axes.grid(alpha=0.3)
     panels[0].legend(frameon=False, fontsize=8)
-    told = claims(rows)
-    save_picture(pyplot, figure, told, path)
-    return told
+    config = about["config"]
+    seeds = len({row["seed"] for row in rows})
+    caption = (
+        f"{seeds} seed{'s' * (seeds > 1)}, mean and range; {config['warmup']} + {config['steps']} "
+        f"steps of {config['batch']}, lr {config['lr']:g}, angle {config['angle']:g}; "
+        f"{machine(about)}"
+    )
+    save_picture(pyplot, figure, caption, path)
+    return claims(rows)
 
 
 def claims(rows: Rows) -> list[str]:
     """What the rows say about the paper's claims."""
-    told = []
+    rows, told = of_figure(rows), []
     for methods in (
         ("gcd-random", "frozen"),
         ("gcd-greedy", "frozen"),
@@ -86,11 +109,4 @@ def claims(rows: Rows) -> list[str]:
         first, second = (LABELS[method] for method in methods)
         found = verdict(mine, other, distortion, lower=True)
         told.append(f"{first} ends below {second}: {found}")
-    config = rows[0]["config"]
-    where = rows[0]["gpu"] or f"{rows[0]['threads']} CPU threads"
-    seeds = len({row["seed"] for row in rows})
-    told.append(
-        f"{seeds} seed{'s' * (seeds > 1)}, {config['warmup']} + {config['steps']} steps "
-        f"of {config['batch']}, lr {config['lr']:g}, angle {config['angle']:g}, {where}"
-    )
     return told

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from givens import kernels
 from givens.baselines import optimizer_for
-from givens.paper.rows import Rows, environment
+from givens.paper.rows import Rows, environment, machine, save_picture
 from givens.rotation import Rotation, orthogonality_error, random_rotation
-from givens.storage import files
 
 METHODS = ("gcd-random", "gcd-greedy", "gcd-steepest", "cayley", "svd")
 DIMS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096)}
@@ -235,21 +234,20 @@ def timed_by_clock(step: Callable[[], Any], _: int) -> list[float]:
 
 def plot(pyplot: Any, rows: Rows, path: Path) -> None:
     """Time against n, both logarithmic."""
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.4))
     for method in NAMES:
         if times := _times(rows, method):
             style = "o-" if method.startswith("gcd") else "s--"
             axes.plot(times.keys(), times.values(), style, ms=4, label=NAMES[method])
-    where = rows[0]["gpu"] or f"{rows[0]['cpu']}, {rows[0]['threads']} threads"
     dims = sorted({row["n"] for row in rows})
     axes.set(xscale="log", yscale="log", xlabel="n", ylabel="µs for one step")
     axes.set_xticks(dims, dims, minor=False)
     axes.set_xticks([], minor=True)
-    axes.set_title(f"One step, ∂L/∂R to the next R\n{where}, torch {rows[0]['torch']}", fontsize=10)
+    axes.set_title("One step, ∂L/∂R to the next R", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=9)
-    files.write_together({path: files.png(figure)})
-    pyplot.close(figure)
+    caption = f"Medians, float32; {machine(rows[0])}, torch {rows[0]['torch']}"
+    save_picture(pyplot, figure, caption, path)
 
 
 def claims(rows: Rows) -> list[str]:

@@ -70,14 +70,20 @@ def number(value: float, spread: float | None = None) -> str:
     return f"{value:,.{digits}f} ± {spread:,.{digits}f}"
 
 
-def save_picture(pyplot: Any, figure: Any, lines: list[str], path: Path) -> None:
-    """Write a picture with what it shows in words below it."""
-    height, below = figure.get_figheight(), 0.112 * len(lines) + 0.12
+def save_picture(pyplot: Any, figure: Any, caption: str, path: Path) -> None:
+    """Write a picture with one line below it: data, sizes, machine."""
+    height, below = figure.get_figheight(), 0.25
     figure.set_figheight(height + below)
     figure.tight_layout(rect=(0, below / (height + below), 1, 1))
-    figure.text(0.01, 0.01, "\n".join(lines), fontsize=6.5, va="bottom")
+    figure.text(0.01, 0.06 / (height + below), caption, fontsize=7.5, va="bottom", color="0.35")
     files.write_together({path: files.png(figure)})
     pyplot.close(figure)
+
+
+def machine(row: dict[str, Any]) -> str:
+    """The processor that a row was measured on: "NVIDIA H200", "AMD EPYC, 2 threads"."""
+    threads = row["threads"]
+    return str(row["gpu"] or f"{row['cpu']}, {threads} thread{'s' * (threads > 1)}")
 
 
 def _processor() -> str:

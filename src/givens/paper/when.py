@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from givens.paper.joint import SMOKE, Runs, distortion, of, p_value, paired_p_value, recall
-from givens.paper.rows import Rows, save_picture
+from givens.paper.rows import Rows, machine, save_picture
 from givens.retrieval.config import Config, config_for
 from givens.retrieval.data import Log, click_log
 
@@ -71,9 +71,15 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
         axes.grid(alpha=0.3)
     panels[0].set_yticks(range(len(cases)), names, fontsize=8)
     panels[0].invert_yaxis()
-    told = claims(rows)
-    save_picture(pyplot, figure, told, path)
-    return told
+    config = Config(**rows[0]["config"])
+    seeds = len({row["seed"] for row in rows})
+    caption = (
+        f"Dots are {seeds} seeds, bars their means; n = {config.dim}, "
+        f"{config.subspaces} bytes, {config.warmup} + {config.steps} steps of {config.batch}; "
+        f"{machine(rows[0])}"
+    )
+    save_picture(pyplot, figure, caption, path)
+    return claims(rows)
 
 
 def claims(rows: Rows) -> list[str]:
@@ -100,11 +106,6 @@ def claims(rows: Rows) -> list[str]:
             f"GCD-G from the identity ends {away:+.2f} % from where it ends from OPQ "
             f"({'item tower fixed' if fixed else 'towers free'}, stationary)"
         )
-    config = Config(**rows[0]["config"])
-    told.append(
-        f"{len({row['seed'] for row in rows})} seeds; n = {config.dim}, {config.subspaces} bytes, "
-        f"{config.warmup} + {config.steps} steps of {config.batch}"
-    )
     return told
 
 

@@ -56,7 +56,7 @@ def write_report(
 
 
 def render_page(entries: list[Entry]) -> str:
-    """The whole page, which fetches nothing: the browser is told to refuse it.
+    """The whole page, self-contained: the browser is told to refuse it.
 
     All that comes from the runs is escaped by the template.
     """
