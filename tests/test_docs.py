@@ -235,8 +235,9 @@ def test_what_the_index_costs_a_training_step_is_what_was_measured():
 
 
 def test_every_public_name_is_in_the_reference():
-    reference = (DOCS / "api.md").read_text()
-    assert [name for name in givens.__all__ if not re.search(rf"\b{name}\b", reference)] == []
+    directive = r"^\.\. auto\w+:: (?:[\w.]+\.)?(\w+)$"
+    documented = set(re.findall(directive, (DOCS / "api.md").read_text(), re.M))
+    assert [name for name in givens.__all__ if name not in documented] == []
 
 
 def test_the_pages_build_and_fetch_nothing(tmp_path):

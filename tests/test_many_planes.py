@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import givens
-from givens import optim, options, pairing, steps
+from givens import optim, options, pairing
 from givens.kernels.cpu import step as cpu
 
 EPS = {torch.float32: 1e-6, torch.float64: 1e-14}
@@ -41,10 +41,10 @@ def turn_all(partners, theta):
 def test_step_is_what_the_page_says(turns, follow, backend, monkeypatch):
     """Moments of every plane, the better of two frames, and K pairings by the same D."""
     n, lr, beta1, beta2 = 11, 0.1, 0.8, 0.9
-    chosen = []
+    choose, chosen = optim.choose_partners, []
 
     def remember(D, how):
-        chosen.append(steps.choose_partners(D, how)[0])
+        chosen.append(choose(D, how)[0])
         return chosen[-1][None]
 
     for module in (optim, cpu):
