@@ -142,8 +142,8 @@ def test_numbers_of_any_library_are_taken():
     q = givens.fit(
         X,
         np.int64(D),
-        torch.tensor(K),
-        np.uint8(3),
+        codewords=torch.tensor(K),
+        coarse=np.uint8(3),
         max_iter=np.int32(2),
         tol=np.float32(0),
         seed=np.uint64(5),

@@ -21,7 +21,7 @@ from givens import distributed
 store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-ranks.BUNDLED = 20
+distributed.BUNDLED = 20
 mixed = torch.linspace(1, 2, world)
 for total in (1, world, 10, 11):
     X = torch.randn(total, 4, generator=torch.Generator().manual_seed(total))

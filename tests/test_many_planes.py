@@ -41,7 +41,7 @@ def turn_all(partners, theta):
 def test_step_is_what_the_page_says(turns, follow, backend, monkeypatch):
     """Moments of every plane, the better of two frames, and K pairings by the same D."""
     n, lr, beta1, beta2 = 11, 0.1, 0.8, 0.9
-    chosen, choose = [], optim.choose_partners
+    choose, chosen = optim.choose_partners, []
 
     def remember(D, how):
         chosen.append(choose(D, how)[0])
