@@ -645,6 +645,26 @@ def test_interrupted_where_an_error_would_be_lost(tmp_path, work):
     assert not (tmp_path / "after").exists()
 
 
+def test_interrupted_while_nobody_reads_its_output(tmp_path):
+    """As by a pager: the command holds the output, and waits for its reader."""
+    code = (
+        "import os, signal, sys, threading\n"
+        "from givens import cli\n"
+        "@cli.app.command()\n"
+        "def work():\n"
+        "    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    while True:\n"
+        "        print('x' * 1000)\n"
+        "sys.argv[1:] = ['work']\n"
+        "cli.main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.wait(timeout=120) == 130
+    assert process.communicate()[1] == INTERRUPTED
+
+
 def interrupted_in(folder, function, arguments, how):
     """`givens`, sent a signal when it calls this function."""
     module, _, name = function.rpartition(".")
