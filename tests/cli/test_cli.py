@@ -20,7 +20,7 @@ import torch
 from typer.testing import CliRunner
 
 import givens
-from givens.cli import Interrupted, app, main
+from givens.cli import app, main
 from givens.export.faiss import from_faiss
 from givens.search import first_recall, recall
 from givens.storage import vectors
@@ -645,35 +645,77 @@ def test_interrupted_where_an_error_would_be_lost(tmp_path, work):
     assert not (tmp_path / "after").exists()
 
 
-def test_interrupted_wherever_it_writes(folder, monkeypatch):
+def test_interrupted_while_nobody_reads_its_output(tmp_path):
+    """As by a pager: the command holds the output, and waits for its reader."""
+    code = (
+        "import os, signal, sys, threading\n"
+        "from givens import cli\n"
+        "@cli.app.command()\n"
+        "def work():\n"
+        "    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    while True:\n"
+        "        print('x' * 1000)\n"
+        "sys.argv[1:] = ['work']\n"
+        "cli.main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.wait(timeout=120) == 130
+    assert process.communicate()[1] == INTERRUPTED
+
+
+def interrupted_in(folder, function, arguments, how):
+    """`givens`, sent a signal when it calls this function."""
+    module, _, name = function.rpartition(".")
+    code = (
+        "import os, signal, sys, time\n"
+        "from givens.cli import main\n"
+        f"import {module} as module\n"
+        "def stop(*_, **__):\n"
+        f"    os.kill(os.getpid(), {int(how)})\n"
+        "    time.sleep(60)\n"
+        f"module.{name} = stop\n"
+        f"sys.argv = ['givens', *{list(map(str, arguments))!r}]\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def test_interrupted_wherever_it_writes(folder):
     """Before the file is known to whoever would remove it."""
-    monkeypatch.chdir(folder)
     before = names(folder)
-
-    def stop(*_):
-        raise Interrupted(signal.SIGTERM)
-
-    monkeypatch.setattr("givens.storage.files.fcntl.flock", stop)
-    done = main_in_process(["build", "flat.safetensors", "x.npy", "-o", "index.faiss"])
-    assert done.code == 128 + signal.SIGTERM
+    build = ["build", "flat.safetensors", "x.npy", "-o", "index.faiss"]
+    done = interrupted_in(folder, "fcntl.flock", build, signal.SIGTERM)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, INTERRUPTED)
     assert names(folder) == before
 
 
-@pytest.mark.parametrize("command", ["train", "fit"])
-def test_interrupted_it_says_how_to_go_on(folder, monkeypatch, command):
-    monkeypatch.chdir(folder)
+def test_interrupted_it_takes_its_empty_folders_away(folder):
+    (folder / "there").mkdir()
+    before = names(folder)
+    for made in ("run", "there/run", "far/down/run"):
+        train = ["train", "-o", made, "--steps", "5"]
+        done = interrupted_in(folder, "givens.storage.files.write_json", train, signal.SIGINT)
+        assert (done.returncode, len(done.stderr.splitlines())) == (130, 1)
+        assert names(folder) == before
+    assert names(folder / "there") == []
 
-    def stop(*_, **__):
-        raise Interrupted(signal.SIGINT)
 
-    monkeypatch.setattr("givens.retrieval.train.train", stop)
-    monkeypatch.setattr(sys.modules["givens.cli.fit"], "fit_quantizer", stop)
-    arguments = {"fit": ["x.npy", "-o", "q.safetensors"], "train": ["-o", "run"]}
-    done = main_in_process([command, *arguments[command]])
-    assert done.code == 130
-    assert done.error.startswith("givens: interrupted; ")
-    assert "with --resume to go on" in done.error
-    assert len(done.error.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("function", "command"),
+    [
+        ("givens.retrieval.train.train", ["train", "-o", "run"]),
+        ("givens.storage.vectors.read", ["fit", "x.npy", "-o", "q.safetensors"]),
+    ],
+)
+def test_interrupted_it_says_how_to_go_on(folder, function, command):
+    done = interrupted_in(folder, function, command, signal.SIGINT)
+    assert done.returncode == 130
+    assert done.stderr.startswith("givens: interrupted; ")
+    assert "with --resume to go on" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def _maps(pid):

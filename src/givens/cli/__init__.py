@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import typer
 
@@ -57,6 +58,9 @@ LOST = "lost"
 # Commands that keep their state.
 RESUMED = {"fit", "train"}
 
+# Seconds that an interrupted command has to let go of the output.
+FLUSHING = 1.0
+
 
 def _show_version(wanted: bool) -> None:
     if wanted:
@@ -86,10 +90,10 @@ def main() -> None:
     outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     command = threading.Thread(target=_run, args=(outcome,), daemon=True)
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _interrupt)
+        _handle_signals(_interrupt)
         command.start()
         error = outcome.get()
+        _handle_signals(signal.SIG_IGN)
         if error is not None:
             raise error
     except Interrupted as error:
@@ -99,11 +103,8 @@ def main() -> None:
         again = "run the same command again"
         if RESUMED & {*sys.argv[1:2]}:
             again += ", with --resume to go on from where its state was last saved"
-        line = f"interrupted; nothing is left half-written, {again}"
-        leave: Callable[[int], object] = sys.exit
-        if command.is_alive():
-            leave = os._exit
-        _fail(line, 128 + error.args[0], LOST, leave)
+        line, code = f"interrupted; nothing is left half-written, {again}", 128 + error.args[0]
+        _fail(line, code, LOST, leave=_exit_at_once if command.is_alive() else None)
     except OSError as error:
         # "q.safetensors: No space left on device", without the number.
         where = f"{error.filename}: " if error.filename else ""
@@ -127,19 +128,32 @@ def _run(outcome: queue.SimpleQueue[BaseException | None]) -> None:
         outcome.put(None)
 
 
+def _handle_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     # Once: torchrun sends what a terminal has sent to its ranks again.
-    signal.signal(number, signal.SIG_IGN)
+    _handle_signals(signal.SIG_IGN)
     raise Interrupted(number)
 
 
+def _exit_at_once(code: int) -> None:
+    """End the process beside a command that is still running, which may hold the output."""
+    flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+    flush.start()
+    flush.join(FLUSHING)
+    os._exit(code)
+
+
 def _fail(
-    message: str, code: int = 1, what: str = "", leave: Callable[[int], object] = sys.exit
+    message: str, code: int = 1, what: str = "", leave: Callable[[int], None] | None = None
 ) -> None:
     """End with a line on stderr; of ranks that end for one reason, one writes it."""
     if distributed.is_told(what or message):
         os._exit(code)
     typer.echo(f"givens: {' '.join(message.split())}", err=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    leave(code)
+    if leave is not None:
+        leave(code)
+    sys.exit(code)
