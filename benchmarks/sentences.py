@@ -8,8 +8,8 @@ the model are frozen and its embeddings kept in FOLDER; what is fine-tuned is a 
 them, by MultipleNegativesRankingLoss, for the same number of steps with and without the index.
 
 Every method's rates and weights are those of the best recall@10 on validation pairs, by a seed that
-is not among those reported. Each seed is one row a method, written when it is known; a run that was
-stopped goes on.
+is not among those reported. Rows are written after every run of training; the command
+goes on where it was stopped.
 """
 
 import argparse
@@ -209,7 +209,7 @@ def compressed(
 
 
 class Rows:
-    """Rows in a file, each written when it is known."""
+    """Rows in a file, whose old rows it begins with."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -219,10 +219,11 @@ class Rows:
         """The rows with these values."""
         return [row for row in self.rows if all(row.get(k) == v for k, v in key.items())]
 
-    def add(self, **row: Any) -> None:
-        """One more."""
-        self.rows.append(row)
-        print({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """All that a run has found, or nothing of it."""
+        self.rows += rows
+        for row in rows:
+            print({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()})
         if self.path:
             write_json(self.path, self.rows)
 
@@ -295,9 +296,9 @@ if __name__ == "__main__":
         if part == "test":
             names += AFTERWARDS.get(kind, [])
         held = validation if part == "validation" else test
-        for name, found in compressed(model, x, held, size, names, seed).items():
-            about = {"bytes": size, "seed": seed, "trained": kind, "method": name}
-            rows.add(part=part, **about, **found, **choice)
+        about = {"part": part, "bytes": size, "seed": seed, "trained": kind}
+        found = compressed(model, x, held, size, names, seed).items()
+        rows.add([{**about, "method": name, **values, **choice} for name, values in found])
 
     parts = [("validation", HIDDEN_SEED), *(("test", seed) for seed in range(given.seeds))]
     for size, (part, seed), kind in itertools.product(given.bytes, parts, KINDS):
