@@ -17,11 +17,11 @@ from givens.kernels.gpu.sweep import angles_kernel, tidy_kernel, turn_all_kernel
 # The widest matrix whose product G Wᵀ is as exact as float32; a wider one's is of TF32.
 PLAIN = 1024
 # A tile of that product, how deep a program reads at a time, and tiles that share what they read.
-TILE = {"SIDE": 32, "WIDE": 64, "DEPTH": 32, "TOGETHER": 8, "num_warps": 4, "num_stages": 3}
+TILE = {"SIDE": 32, "WIDE": 32, "DEPTH": 32, "TOGETHER": 8, "num_warps": 2, "num_stages": 3}
 WIDE_TILE = {"SIDE": 128, "WIDE": 256, "DEPTH": 32, "TOGETHER": 8, "num_warps": 8, "num_stages": 3}
 # The columns that a program turns, and the most rows at a time.
 TURN = {"ROWS": 512, "COLUMNS": 8, "num_warps": 8}
-WIDE_TURN = {"ROWS": 1024, "COLUMNS": 16, "num_warps": 32}
+WIDE_TURN = {"ROWS": 256, "COLUMNS": 32, "num_warps": 32}
 # Numbers of the gradient that a program looks at, at a time.
 CHECKED = 4096
 # The side of a tile whose moments a program updates.
@@ -174,7 +174,7 @@ class Planes:
             tidy_kernel, (self.n // 2, self.batch), self.device,
             W, step, self.flags, self.programs, self.n, how.seed, how.stream, how.tidy_every,
             BITS=shuffle_bits(self.n), BLOCK=min(power_of_2(self.n), 4096),
-            ALL=power_of_2(self.programs), num_warps=max(1, min(8, self.n // 512)),
+            ALL=power_of_2(self.programs), num_warps=max(1, min(8, power_of_2(self.n) // 512)),
             together=False,
         )  # fmt: skip
 
