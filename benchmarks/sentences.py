@@ -41,7 +41,7 @@ from givens.storage.files import write_json
 WORDS, TOKENS, BATCH, HIDDEN_SEED = 40, 40, 128, 100
 # Of 4 bits each: 256 would want 10,000 documents to be learned from.
 CODEWORDS = 16
-RATES, WEIGHTS = (1e-4, 3e-4, 1e-3), (0.1, 1.0)
+RATES, WEIGHTS = (1e-4, 3e-4, 1e-3), (0.01, 0.1, 1.0)
 
 
 def docstrings() -> list[tuple[str, str]]:

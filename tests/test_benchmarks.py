@@ -253,7 +253,7 @@ def test_every_compression_of_sentences_is_measured_and_goes_on(tmp_path, monkey
         assert all(0 < row["recall@10"] <= 1 for row in test)
         # One of those that were tried, each once.
         tried = [row for row in measured if row["part"] == "validation"]
-        assert len([row for row in tried if row["trained"] == "layer, GCD"]) == 6
+        assert len([row for row in tried if row["trained"] == "layer, GCD"]) == 9
         assert (tmp_path / "rows.md").read_text() == sentences.markdown(test)
 
 
