@@ -5,8 +5,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from givens.paper.joint import METHODS, Runs, distortion, named, of, verdict
-from givens.paper.rows import Rows, machine, plain_ticks, save_picture
+from givens.paper.joint import METHODS, Runs, distortion, named, of, setting, verdict
+from givens.paper.rows import Rows, plain_ticks, save_picture
 from givens.retrieval.config import LABELS, Config
 from givens.retrieval.data import Log
 
@@ -81,13 +81,8 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     for axes in panels:
         axes.grid(alpha=0.3)
     panels[0].legend(frameon=False, fontsize=8)
-    config = about["config"]
-    seeds = len({row["seed"] for row in rows})
-    caption = (
-        f"{seeds} seed{'s' * (seeds > 1)}, mean and range; {config['warmup']} + {config['steps']} "
-        f"steps of {config['batch']}, lr {config['lr']:g}, angle {config['angle']:g}; "
-        f"{machine(about)}"
-    )
+    rates = f"lr {about['config']['lr']:g}, angle {about['config']['angle']:g}"
+    caption = f"Mean and range of {setting(rows)}; {rates}"
     save_picture(pyplot, figure, caption, path)
     return claims(rows)
 

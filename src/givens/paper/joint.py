@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from givens.paper.rows import Rows, environment, read, write
+from givens.paper.rows import Rows, environment, machine, read, write
 from givens.quantizer import Quantizer
 from givens.retrieval import checkpoint
 from givens.retrieval.config import LABELS, Config, Method
@@ -132,6 +132,15 @@ def named(mine: Rows, rows: Rows) -> str:
     if count == len({row["seed"] for row in rows}):
         return name
     return f"{name}, {count} seed{'s' * (count > 1)}"
+
+
+def setting(rows: Rows) -> str:
+    """Seeds, steps and machine of some runs, as a caption has them."""
+    config, seeds = rows[0]["config"], len({row["seed"] for row in rows})
+    return (
+        f"{seeds} seed{'s' * (seeds > 1)}, {config['warmup']} + {config['steps']} steps of "
+        f"{config['batch']}; {machine(rows[0])}"
+    )
 
 
 def recall(row: dict[str, Any]) -> float:

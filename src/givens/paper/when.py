@@ -9,9 +9,18 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from givens.paper.joint import SMOKE, Runs, distortion, of, p_value, paired_p_value, recall
-from givens.paper.rows import Rows, machine, save_picture
-from givens.retrieval.config import Config, config_for
+from givens.paper.joint import (
+    SMOKE,
+    Runs,
+    distortion,
+    of,
+    p_value,
+    paired_p_value,
+    recall,
+    setting,
+)
+from givens.paper.rows import Rows, save_picture
+from givens.retrieval.config import config_for
 from givens.retrieval.data import Log, click_log
 
 STARTS = ("opq", "identity", "random")
@@ -71,13 +80,9 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
         axes.grid(alpha=0.3)
     panels[0].set_yticks(range(len(cases)), names, fontsize=8)
     panels[0].invert_yaxis()
-    config = Config(**rows[0]["config"])
-    seeds = len({row["seed"] for row in rows})
-    caption = (
-        f"Dots are {seeds} seeds, bars their means; n = {config.dim}, "
-        f"{config.subspaces} bytes, {config.warmup} + {config.steps} steps of {config.batch}; "
-        f"{machine(rows[0])}"
-    )
+    config = rows[0]["config"]
+    sizes = f"n = {config['dim']}, {config['subspaces']} bytes"
+    caption = f"Dots are runs, bars their means; {sizes}, {setting(rows)}"
     save_picture(pyplot, figure, caption, path)
     return claims(rows)
 
