@@ -62,6 +62,8 @@ def test_products_are_those_of_the_package():
     ("method", "lr", "off"),
     [
         ("torch-cayley", 0.05, 1e-5),
+        ("qr", 0.05, 1e-5),
+        ("cayley-sgd", 0.02, 1e-3),
         ("geotorch", 0.05, 1e-5),
         ("geoopt", 0.1, 1e-5),
         ("pogo", 0.3, 1e-4),
