@@ -51,6 +51,7 @@ PLACES = {
     **{f"attention by {loss}": Place("attention.qkv", 384, 80, loss) for loss in OTHERS},
     "ffn": Place("output.dense", 1536, 15, hidden_seeds=1),
 }
+TITLES = {"attention": "Query, key and value", "ffn": "Second layer of the FFN"}
 SHOWN_BLOCK, HIDDEN_BLOCK = 3, 1
 
 
@@ -170,6 +171,82 @@ def time_steps(name: str, n: int, rates: dict[str, float]) -> Iterator[dict[str,
         }
 
 
+def format_tables(found: rows.Rows, times: rows.Rows) -> str:
+    """A Markdown table for each layer, and one for the losses that GCD was given."""
+    lines, losses = [], []
+    for (name, n), methods in curves.gather(found, times).items():
+        if " by " in name:
+            losses.append(f"| {name.partition(' by ')[2]} | {told(methods['gcd'].figures)} |")
+            continue
+        if name == "attention":
+            losses[:0] = [f"| peak of inputs and weights | {told(methods['gcd'].figures)} |"]
+        # So long takes the quickest.
+        budget = min(total_ms(result) for result in methods.values())
+        steps, start = next(iter(methods.values())).steps, next(iter(methods.values())).curve[0]
+        lines += [f"\n**{TITLES[name]}, n = {n}**\n"]
+        lines += [
+            f"| method | lost after {steps} steps | after {budget / 1e3:.2g} s | ms a step | "
+        ]
+        lines[-1] += "ms to Cayley's | rate | off SO(n) |"
+        lines += ["|---" * 7 + "|", f"| frozen | {start:.2%} | {start:.2%} | 0 | – | – | – |"]
+        for method, result in sorted(methods.items(), key=lambda item: item[1].mean):
+            at = curves.points(steps)
+            known = [k for k, step in enumerate(at) if step <= budget / total_ms(result) * steps]
+            reach = curves.time_to_reach(result, methods["cayley"].mean)
+            lines += [
+                f"| {method} | {told(result.figures)} | {result.curve[known[-1]]:.2%} "
+                f"| {total_ms(result) / steps:.3g} | {'–' if reach is None else f'{reach:.0f}'} "
+                f"| {result.lr:g} | {result.orthogonality_error:.0e} |"
+            ]
+    if len(losses) > 1:
+        lines += ["", "| GCD by the loss | lost |", "|---|---|", *losses]
+    return "\n".join(lines).strip()
+
+
+def plot(found: rows.Rows, times: rows.Rows, path: Path) -> None:
+    """The held-out loss against time, a panel for each layer."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    results = curves.gather([row for row in found if " by " not in row["problem"]], times)
+    figure, panels = pyplot.subplots(1, len(results), figsize=(4.6 * len(results), 3.6))
+    for axes, ((name, n), methods) in zip(panels, results.items(), strict=True):
+        start = 100 * next(iter(methods.values())).curve[0]
+        axes.axhline(start, color="#808080", lw=1, ls=":", label="frozen")
+        for method, result in methods.items():
+            share = total_ms(result) / 1e3 / result.steps
+            at = [step * share for step in curves.points(result.steps)]
+            axes.plot(at, [100 * y for y in result.curve], label=method, **curves.STYLES[method])
+        least = min(result.curve[-1] for result in methods.values())
+        # Some leap at first to where nothing is to be seen.
+        axes.set_ylim(95 * least, 1.05 * start)
+        axes.set_title(f"{TITLES[name]}, n = {n}", fontsize=10)
+        axes.set_xlabel("seconds of training", fontsize=9)
+        axes.set_ylabel("% of the output lost to 4 bits", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+    panels[0].legend(frameon=False, fontsize=8, ncols=2)
+    row = times[0]
+    where = f"{row['cpu']}, {row['threads']} thread; torch {row['torch']}"
+    caption = f"Held-out error against processor time; means over seeds, best rates. {where}."
+    rows.save_picture(pyplot, figure, [caption], path)
+
+
+def told(figures: list[float]) -> str:
+    """Mean and standard deviation in percent."""
+    spread = statistics.stdev(figures) if len(figures) > 1 else 0.0
+    return f"{statistics.fmean(figures):.3%} ± {100 * spread:.3f}"
+
+
+def total_ms(result: curves.Result) -> float:
+    """Milliseconds of all steps."""
+    if result.median_us is None:
+        raise SystemExit("--time has to be run first")
+    return result.steps * result.median_us / 1e3
+
+
 def main() -> None:
     """Run, time, print or draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -211,9 +288,9 @@ def main() -> None:
         rows.write(given.time_json, times)
     times = rows.read(given.time_json) if given.time_json else []
     if given.table:
-        print(curves.format_table(found, times))
+        print(format_tables(found, times))
     if given.plot:
-        curves.plot([row for row in found if " by " not in row["problem"]], times, given.plot)
+        plot(found, times, given.plot)
 
 
 if __name__ == "__main__":
