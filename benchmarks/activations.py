@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import curves
 import learn
 import torch
-from minilm import Input, collect_inputs, load_model, manual, output_error
+from minilm import LEVELS, Input, collect_inputs, load_model, manual, output_error
 from problems import Problem
 from torch import Tensor
 
@@ -66,9 +66,12 @@ def whip(Y: Tensor) -> Tensor:
 
 
 def straight_through(Y: Tensor) -> Tensor:
-    """Y rounded, with a gradient as if it were not."""
-    step = Y.abs().amax(1, keepdim=True) / 7
-    return Y + ((Y / step).round() * step - Y).detach()
+    """Y rounded; the gradient holds what each number loses, in steps, fixed and lets steps move.
+
+    With fixed steps the errors of inputs and weights would cancel in the gradient of R.
+    """
+    step = Y.abs().amax(1, keepdim=True) / LEVELS
+    return Y + step * ((Y / step).round() - Y / step).detach()
 
 
 def loss_of_output(Y: Tensor, Z: Tensor) -> Tensor:
