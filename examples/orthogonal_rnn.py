@@ -94,5 +94,5 @@ if __name__ == "__main__":
     for seed, method in [(s, m) for s in range(given.seeds) for m in given.methods.split(",")]:
         rows.append(learn(method, given.lr or RATES[method], given.blank, given.steps, seed))
         print("{method:12} lr {lr:g}  {right:.1%} of the symbols come back".format(**rows[-1]))
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+        if given.json:
+            given.json.write_text(json.dumps(rows, indent=1) + "\n")
