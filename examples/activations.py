@@ -68,7 +68,7 @@ if __name__ == "__main__":
     for seed, method in [(s, m) for s in range(given.seeds) for m in given.methods.split(",")]:
         began, learned = time.process_time(), {}
         for place, (X, M, _) in inputs.items():
-            # The widest get a random rotation, as in SpinQuant, KurTail and DartQuant.
+            # The widest get a random rotation, where SpinQuant has a fixed Hadamard matrix.
             how = method if X.shape[1] <= given.widest or method == "identity" else "random"
             learned[place] = learn(X, M, how, RATES[how], given.steps, seed).matrix.detach()
         spent = time.process_time() - began
