@@ -20,6 +20,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "cayley": {"color": "#1d3557", "lw": 2},
     "expm": {"color": "#1d3557", "lw": 1.2, "ls": "--"},
     "geotorch": {"color": "#1d3557", "lw": 1.2, "ls": ":"},
+    "cayley-sgd": {"color": "#457b9d", "lw": 2},
+    "qr": {"color": "#8d6a9f", "lw": 1.5, "ls": "--"},
     "pogo": {"color": "#2a9d8f", "lw": 2},
     "landing": {"color": "#2a9d8f", "lw": 1.2, "ls": "--"},
     "geoopt": {"color": "#8d6a9f", "lw": 1.5},

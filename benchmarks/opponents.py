@@ -2,7 +2,8 @@
 
 `givens.baselines` has Cayley and the matrix exponential. Here are torch's own parametrization and
 the packages geotorch, geoopt and pogo-torch, each imported when asked for, and short code of our
-own for RSDM and Landing, which have no package, and for POGO's arithmetic in a CUDA graph.
+own for RSDM, Landing, Cayley SGD and QR, which have no package, and for POGO's arithmetic in a CUDA
+graph.
 """
 
 import re
@@ -21,7 +22,7 @@ PACKAGES = ("geotorch", "geoopt", "pogo-torch")
 # What a CUDA graph can hold: the others synchronise with the host.
 CAPTURED = re.compile(r"gcd(-random|-greedy|-steepest|-all|-\d+)?|cayley|landing|pogo-products.*")
 # W is rebuilt from other parameters at every forward pass.
-PARAMETRIZED = ("cayley", "expm", "torch-cayley", "geotorch")
+PARAMETRIZED = ("cayley", "expm", "torch-cayley", "geotorch", "qr")
 
 
 def make_optimizer(rotation: givens.Rotation, method: str, lr: float, seed: int = 0) -> Optimizer:
@@ -41,6 +42,24 @@ def make_optimizer(rotation: givens.Rotation, method: str, lr: float, seed: int 
 def _torch_cayley(rotation: givens.Rotation, lr: float, _: int) -> Optimizer:
     nn.utils.parametrizations.orthogonal(rotation, orthogonal_map="cayley")
     return Adam(rotation.parameters(), lr)
+
+
+def _qr(rotation: givens.Rotation, lr: float, _: int) -> Optimizer:
+    nn.utils.parametrize.register_parametrization(rotation, "weight", QR())
+    return Adam(rotation.parameters(), lr)
+
+
+class QR(nn.Module):
+    """W = Q of Z = QT, with a free matrix Z that starts as W: DartQuant's QR-Orth (2025)."""
+
+    def forward(self, Z: Tensor) -> Tensor:
+        """The Q whose T has a positive diagonal: it is unique, and W itself at the start."""
+        Q, T = torch.linalg.qr(Z)
+        return Q * T.diagonal().sign()
+
+    def right_inverse(self, W: Tensor) -> Tensor:
+        """Z that gives W."""
+        return W.clone()
 
 
 def _geotorch(rotation: givens.Rotation, lr: float, _: int) -> Optimizer:
@@ -141,6 +160,32 @@ class Landing(_OneMatrix):
         return torch.addmm(W, field, W, beta=1 + lr * pull, alpha=-lr)
 
 
+class CayleySGD(_OneMatrix):
+    """Cayley SGD with momentum (Li, Li and Todorovic, 2020), by which SpinQuant learns.
+
+        M ← 0.9 M − G,  B = M Wᵀ − W Wᵀ M Wᵀ/2,  A = B − Bᵀ,  M ← A W
+        W ← (I − α/2·A)⁻¹ (I + α/2·A) W        by two rounds of a fixed-point iteration
+
+    where α = min(lr, 1/‖A‖). The iteration stops early, so a large α leaves SO(n).
+    """
+
+    rounds = 2
+
+    def update(self, W: Tensor, G: Tensor, lr: float) -> Tensor:
+        """The next W."""
+        state = self.state[self.param_groups[0]["params"][0]]
+        M = state["mean"] = 0.9 * state.get("mean", torch.zeros_like(W)) - G
+        P = M @ W.mT
+        B = P - W @ (W.mT @ P) / 2
+        A = B - B.mT
+        M = state["mean"] = A @ W
+        alpha = (1 / A.norm().clamp_min(1e-30)).clamp_max(lr)
+        Y, A = W + alpha * M, alpha * A
+        for _ in range(self.rounds):
+            Y = torch.addmm(W, A, W + Y, alpha=0.5)
+        return Y
+
+
 class RSDM(_OneMatrix):
     """A random block of r rows turned by an r×r rotation (Han et al., 2025).
 
@@ -184,6 +229,8 @@ def _tf32() -> Iterator[None]:
 
 OPPONENTS: dict[str, Callable[[givens.Rotation, float, int], Optimizer]] = {
     "torch-cayley": _torch_cayley,
+    "qr": _qr,
+    "cayley-sgd": CayleySGD,
     "geotorch": _geotorch,
     "geoopt": _geoopt,
     "pogo": _pogo,

