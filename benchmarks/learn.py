@@ -5,7 +5,8 @@
     python benchmarks/learn.py --json … --time-json … --table --plot results/learn.png
 
 The problems are those of problems.py. Each method's rate is the best of a grid of factor √10, on
-seeds that are not shown; the grid is widened where the best lies on its edge. Rates fall to zero by
+seeds that are not shown; the grid is widened where the best lies on its edge, and then made finer
+around the best. Rates fall to zero by
 a cosine. A run that diverges or leaves SO(n) counts as infinitely bad. Every run is a row.
 """
 
@@ -61,18 +62,20 @@ class Run(NamedTuple):
     steps: int
 
 
-def rate(power: int) -> float:
+def rate(power: float) -> float:
     """√10 to the power, to three digits."""
     return float(f"{10 ** (power / 2):.3g}")
 
 
-def powers_to_try(centre: int, scores: Mapping[int, float], widenings: int = WIDENINGS) -> set[int]:
+def powers_to_try(
+    centre: int, scores: Mapping[float, float], widenings: int = WIDENINGS
+) -> set[float]:
     """The powers of √10 that are still to be tried, given the mean figures of those that were.
 
     First the grid around the centre; then one more beyond the edge on which the best lies, at most
-    `widenings` times each way; then none.
+    `widenings` times each way; then the two half-way to the neighbours of the best; then none.
     """
-    grid = {centre + step for step in GRID}
+    grid: set[float] = {centre + step for step in GRID}
     if missing := grid - scores.keys():
         return missing
     best = best_power(scores)
@@ -80,10 +83,12 @@ def powers_to_try(centre: int, scores: Mapping[int, float], widenings: int = WID
         return {best - 1}
     if best == max(scores) and best < max(grid) + widenings:
         return {best + 1}
+    if widenings and all(power == round(power) for power in scores):
+        return {best - 0.5, best + 0.5}
     return set()
 
 
-def best_power(scores: Mapping[int, float]) -> int:
+def best_power(scores: Mapping[float, float]) -> float:
     """The power with the least mean figure; a run that failed has made its mean infinite."""
     return min(sorted(scores), key=lambda power: scores[power])
 
@@ -128,11 +133,11 @@ class Search:
         self.asked.update(runs)
         return runs
 
-    def scores(self) -> dict[int, float]:
+    def scores(self) -> dict[float, float]:
         """Mean figures of the powers that all hidden seeds have been run at."""
         return {
             power: mean_score(list(figures.values()))
-            for power in range(-30, 20)
+            for power in (half / 2 for half in range(-60, 40))
             if len(figures := self.figures.get((rate(power), False), {})) == len(self.hidden)
         }
 

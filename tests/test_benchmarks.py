@@ -103,9 +103,9 @@ def test_landing_comes_back_to_the_rotations():
     assert givens.orthogonality_error(learned.weight) < 1e-5
 
 
-def search(score, centre: int) -> tuple[int, set[int]]:
+def search(score, centre: int) -> tuple[float, set[float]]:
     """The power that the rule for rates chooses, and all that it tried."""
-    scores: dict[int, float] = {}
+    scores: dict[float, float] = {}
     while powers := learn.powers_to_try(centre, scores):
         scores |= {power: score(power) for power in powers}
     return learn.best_power(scores), set(scores)
@@ -122,9 +122,9 @@ def search(score, centre: int) -> tuple[int, set[int]]:
         (-9, range(-6, 3)),
     ],
 )
-def test_grid_is_widened_at_its_edge(minimum, tried):
+def test_grid_is_widened_at_its_edge_and_made_finer_around_the_best(minimum, tried):
     best, found = search(lambda power: abs(power - minimum), 0)
-    assert found == set(tried)
+    assert found == {*tried, best - 0.5, best + 0.5}
     assert best == min(max(minimum, min(tried)), max(tried))
 
 
