@@ -159,12 +159,13 @@ def codes(fine, coarse=None):
 FINE = torch.zeros(2, D, dtype=torch.uint8)
 NAN, INF, HUGE = math.nan, math.inf, 10**30
 BAD = [
-    (lambda: givens.fit(X.tolist()), "x must be a tensor, an array or a file .* but got list"),
-    (lambda: givens.fit(None), "x must be a tensor, an array or a file .* but got NoneType"),
+    (lambda: givens.fit([["a"] * n]), "x must hold real numbers, but got <U1"),
+    (lambda: givens.fit([[0.0] * n, [0.0]]), "x must have vectors of one length, but row 0 has"),
+    (lambda: givens.fit(None), "x must be a tensor, an array, lists of .* but got NoneType"),
     (lambda: givens.fit(X.to_sparse()), "x must be a tensor, an array .* but got Tensor"),
     (
         lambda: givens.fit(scipy.sparse.csr_matrix(X.numpy())),
-        "but got csr_matrix; numpy",
+        "x must be a tensor, an array, lists of .* but got scipy's csr_matrix",
     ),
     (
         lambda: givens.fit(np.ma.masked_less(X.numpy(), 0)),
@@ -240,13 +241,15 @@ BAD = [
         lambda: quick(resume=Progress(1, 3, 9, 1.0, torch.eye(4), torch.ones(2, 3, 2))),
         "resume must have rotation and codebooks of shapes",
     ),
-    (lambda: PQ.encode([[0.0] * n]), "x must be a tensor, an array or a file .* but got list"),
+    (lambda: PQ.encode([0.0] * n), r"x must have shape \(N, 16\), but got \(16,\)"),
+    (lambda: PQ.encode([["a"] * n]), "x must hold real numbers, but got <U1"),
     (lambda: PQ.encode(X + 0j), "x must hold real numbers, but got torch.complex64"),
     (lambda: PQ.encode(X.numpy().astype("S")), "x must hold real numbers"),
     (lambda: PQ.encode(X[0]), r"x must have shape \(N, 16\), but got \(16,\)"),
     (lambda: PQ.encode(X / 0), "x must be finite, but row 0 has NaN or infinite values"),
     (lambda: PQ.encode(X * 1e20), r"x must be no longer than 1e\+14 to be compared in float32"),
-    (lambda: PQ.distortion("x"), "x must be a tensor, an array or a file .* but got str"),
+    (lambda: PQ.distortion("x"), "x must end in one of .npy"),
+    (lambda: PQ.distortion(7), "x must be a tensor, an array, lists of .* but got int"),
     (lambda: PQ.distortion(X.numpy().astype(complex)), "x must hold real numbers"),
     (lambda: PQ.distortion(X[:, :5]), r"x must have shape \(N, 16\), but got \(200, 5\)"),
     (lambda: PQ.rotate(X[0]), r"x must have shape \(N, 16\), but got \(16,\)"),
@@ -270,7 +273,7 @@ BAD = [
         lambda: LISTS.decode(codes(FINE, [0])),
         r"coarse codes must have shape \(2,\), but got",
     ),
-    (lambda: to_faiss(PQ, X.tolist()), "vectors must be a tensor, an array or a file"),
+    (lambda: to_faiss(PQ, {0: X}), "vectors must be a tensor, an array, lists of .* but got dict"),
     (lambda: to_faiss(PQ, X + 0j), "vectors must hold real numbers, but got torch.complex64"),
     (lambda: to_faiss(PQ, X.numpy().astype("S")), "vectors must hold real numbers"),
     (lambda: to_faiss(PQ, X[:, 1:]), r"vectors must have shape \(N, 16\), but got \(200, 15\)"),

@@ -12,6 +12,7 @@ K = 1, by θ = −λA_ij/√2. R is stored as W = Rᵀ: with ∂L/∂W = G from 
 turn mixes two contiguous rows of W.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -103,6 +104,7 @@ class GCD(Optimizer):
             "seed": seed,
             "maximize": maximize,
         }
+        _leave_untraced()
         super().__init__(params, defaults)
         # Buffers for each matrix, and the options that were checked; not part of the state.
         self._workspaces: dict[Any, Any] = {}
@@ -133,7 +135,6 @@ class GCD(Optimizer):
         for W, saved in self.state.items():
             _place_counts(saved, W)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Turn every matrix that has a gradient.
 
@@ -177,6 +178,15 @@ class GCD(Optimizer):
         if self._checked.get(number) != now:
             check_options(group)
             self._checked[number] = now
+
+
+@functools.cache
+def _leave_untraced() -> None:
+    """Have torch.compile leave a step as it is: it cannot look into a kernel.
+
+    Done for the first optimizer, and not on import, since it imports the compiler.
+    """
+    GCD.step = torch.compiler.disable(GCD.step)  # type: ignore[method-assign,no-untyped-call]
 
 
 @kernels.operation

@@ -88,13 +88,8 @@ def test_arrays_and_tensors_stay_where_they_are(tmp_path):
         (None, "NoneType"),
         ({"a": 1}, "dict"),
         (iter(LISTS), "list_iterator"),
-        (scipy.sparse.csr_array(ROWS), "scipy.sparse._csr.csr_array"),
-        (["a", "b"], "of <U1"),
-        (np.array([["a"]]), "numpy.ndarray of <U1"),
-        ([[decimal.Decimal(1)]], "of object"),
+        (scipy.sparse.csr_array(ROWS), "scipy's csr_array"),
         (pa.array([1, 2]), "a pyarrow Int64Array of int64"),
-        (pa.array([["a"]]), "of object"),
-        (pd.DataFrame({"a": ["x"], "b": [1]}), "of object"),
     ],
 )
 def test_anything_else_is_refused_by_what_is_taken(x, got):
@@ -115,7 +110,12 @@ def test_anything_else_is_refused_by_what_is_taken(x, got):
         (pl.Series([[1.0, 2.0], None]), "row 1 has null"),
         ([1.0, 2.0], r"shape \(N, n\), but got \(2,\)"),
         ([], r"shape \(N, n\), but got \(0,\)"),
-        (pl.DataFrame({"a": [[1.0]], "b": [[1.0]]}), "numpy.ndarray of object"),
+        (["a", "b"], "real numbers, but got <U1"),
+        (np.array([["a"]]), "real numbers, but got <U1"),
+        ([[decimal.Decimal(1)]], "real numbers, but got object"),
+        (pa.array([["a"]]), "real numbers, but got object"),
+        (pd.DataFrame({"a": ["x"], "b": [1]}), "real numbers, but got object"),
+        (pl.DataFrame({"a": [[1.0]], "b": [[1.0]]}), "real numbers, but got object"),
         (pa.table({"a": fixed(), "b": fixed()}), "one column of vectors"),
     ],
 )

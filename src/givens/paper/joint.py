@@ -22,6 +22,8 @@ from givens.retrieval.readers import read as read_log
 from givens.retrieval.train import train, warm_up
 
 SEEDS, SIGNIFICANT = 5, 0.05
+# Options that play no part before the joint steps.
+JOINT = ("method", "exact", "angle", "weight", "joint_lr", "fixed_items")
 METHODS: tuple[str, ...] = get_args(Method)
 # The paper's log of its industry has 10 million clicks of a million queries.
 INDUSTRIAL = {"users": 1_000_000, "items": 1_500_000, "clicks": 10_000_000, "words": 50_000}
@@ -58,7 +60,7 @@ class Runs:
             if all(row.get(name) == value for name, value in how.items()):
                 return row
         towers, digest = self.warmed(log, config)
-        alike = dataclasses.replace(config, method=Config.method)
+        alike = _neutral(config, *JOINT)
         start = self.starts.get(alike)
         done = train(log, config, towers=towers, start=start, device=self.device)
         self.starts[alike] = done.start
@@ -87,9 +89,7 @@ class Runs:
 
     def warmed(self, log: Log, config: Config) -> tuple[dict[str, Tensor], str]:
         """The towers of a seed and their digest, learned once and kept in a file until `forget`."""
-        first = dataclasses.replace(
-            config, **{name: getattr(Config, name) for name in ("method", "start", "fixed_items")}
-        )
+        first = _neutral(config, "start", *JOINT)
         sizes = dataclasses.replace(first, subspaces=1)
         key = hashlib.sha256(f"{sizes}{log.fingerprint}".encode()).hexdigest()[:16]
         file = self.path.with_name(f"warm-up-{key}.safetensors")
@@ -107,6 +107,11 @@ class Runs:
         for file in self.towers:
             file.unlink(missing_ok=True)
         self.towers.clear()
+
+
+def _neutral(config: Config, *names: str) -> Config:
+    """The configuration with some options at their defaults."""
+    return dataclasses.replace(config, **{name: getattr(Config, name) for name in names})
 
 
 def comparable(rows: Rows, log: Log, config: Config) -> Rows:

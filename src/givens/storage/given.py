@@ -35,11 +35,11 @@ def as_vectors(x: Any, name: str = "x") -> Any:
         x = _from_frame(x, name)
     sliced = all(hasattr(x, part) for part in ("shape", "dtype", "__getitem__", "__len__"))
     # A sparse matrix has all of these, and no rows that could be sliced.
-    if not sliced or package == "scipy" or getattr(x.dtype, "kind", "f") not in "fiubV":
-        what = f"{type(x).__module__}.{type(x).__qualname__}" if package != "builtins" else ""
-        what = what or type(x).__name__
-        what += f" of {x.dtype}" if isinstance(x, np.ndarray) else ""
+    if not sliced or package == "scipy":
+        what = type(x).__name__ if package == "builtins" else f"{package}'s {type(x).__name__}"
         raise TypeError(f"{name} must be {TAKEN}, but got {what}")
+    if getattr(x.dtype, "kind", "f") not in "fiubV":
+        raise TypeError(f"{name} must hold real numbers, but got {x.dtype}")
     return x
 
 

@@ -15,7 +15,14 @@ D (b, n, n) is skew; a plane that is taken is set to 0 there. tables: partners i
 import triton
 import triton.language as tl
 
-from givens.kernels.gpu.grid import barrier, follow, hashed, permuted, stream_key
+from givens.kernels.gpu.grid import (
+    barrier,
+    cos_and_sin,
+    follow,
+    hashed,
+    permuted,
+    stream_key,
+)
 
 ROUNDS = 4
 ROUND_TAG = tl.constexpr(1 << 20)
@@ -128,8 +135,9 @@ def rounds_kernel(
             row = ((first // n)[:, None] * turns + k) * n + i
             tl.store(free + axis, mine ^ got, mask=real)
             tl.store(partners + row, other, mask=taken)
-            tl.store(cos + row, tl.cos(theta), mask=taken)
-            tl.store(sin + row, tl.sin(theta), mask=taken)
+            c_now, s_now = cos_and_sin(theta)
+            tl.store(cos + row, c_now, mask=taken)
+            tl.store(sin + row, s_now, mask=taken)
             tl.store(D + plane, 0.0 * theta, mask=taken)
             tl.store(lists + at, -1 + 0 * other, mask=taken)
         barrier(waiting, programs, FENCE=True)
@@ -190,12 +198,14 @@ def fill_kernel(
         mate = permuted(tl.where(told, place, 0), n, key, BITS)
         theta = rate * tl.load(D + (b * n + rows).to(tl.int64) * n + mate, mask=told, other=0.0)
         tl.store(partners + at + rows, mate, mask=told)
-        tl.store(cos + at + rows, tl.cos(theta), mask=told)
-        tl.store(sin + at + rows, tl.sin(theta), mask=told)
+        c_now, s_now = cos_and_sin(theta)
+        tl.store(cos + at + rows, c_now, mask=told)
+        tl.store(sin + at + rows, s_now, mask=told)
         told = partner_of_column >= 0
         place = a + turns * (tl.program_id(1) * SIDE + partner_of_column)
         mate = permuted(tl.where(told, place, 0), n, key, BITS)
         theta = rate * tl.load(D + (b * n + columns).to(tl.int64) * n + mate, mask=told, other=0.0)
         tl.store(partners + at + columns, mate, mask=told)
-        tl.store(cos + at + columns, tl.cos(theta), mask=told)
-        tl.store(sin + at + columns, tl.sin(theta), mask=told)
+        c_now, s_now = cos_and_sin(theta)
+        tl.store(cos + at + columns, c_now, mask=told)
+        tl.store(sin + at + columns, s_now, mask=told)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from givens.kernels import TIDY_STREAM
-from givens.kernels.gpu.grid import follow, stream_key
+from givens.kernels.gpu.grid import cos_and_sin, follow, stream_key
 from givens.kernels.gpu.moments import is_bad, settle
 from givens.kernels.gpu.turning import drawn_pairs, tidy
 
@@ -29,8 +29,9 @@ def angles_kernel(D, partners, cos, sin, rates, n, turns, BLOCK: tl.constexpr, E
     theta = tl.load(rates) * tl.load(
         D + (b * n + axis).to(tl.int64) * n + partner, mask=inside, other=0.0
     )
-    tl.store(cos + at, tl.cos(theta), mask=inside)
-    tl.store(sin + at, tl.sin(theta), mask=inside)
+    c_now, s_now = cos_and_sin(theta)
+    tl.store(cos + at, c_now, mask=inside)
+    tl.store(sin + at, s_now, mask=inside)
 
 
 @triton.jit(do_not_specialize=["beta2"])
