@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import faiss
 import numpy as np
@@ -296,35 +295,3 @@ def test_ours_is_what_fit_makes(x):
 
     q = givens.fit(torch.from_numpy(x), 8, seed=3, sample=None)
     assert from_faiss(index).fingerprint == q.fingerprint
-
-
-@pytest.mark.parametrize("name", ["sift", "words", "minilm"])
-def test_docs_tell_what_was_measured(name):
-    """The advice and the best of each family, as the rows have them."""
-    root = Path(__file__).parents[2]
-    told = (root / "docs" / "compare.md").read_text()
-    result = json.loads((root / "results" / f"compare-{name}.json").read_text())
-    for line in page.advice(result):
-        assert f"> {line}" in told
-    assert table(result["rows"]) in told
-
-
-def table(rows):
-    """Recall@10 without lists: the best of each family at each number of bytes."""
-    sizes = sorted({row["budget"] for row in rows})
-    lines = [
-        f"| | {' | '.join(f'{size} bytes' for size in sizes)} |",
-        "|---" * (len(sizes) + 1) + "|",
-    ]
-    for family, methods in page.FAMILIES.items():
-        cells = []
-        for size in sizes:
-            found = [
-                row["recall@10"]
-                for row in rows
-                if row["budget"] == size and row["method"] in methods and row["form"] != "ivf"
-            ]
-            cells.append(f"{100 * max(found):.1f} %" if found else "–")
-        if set(cells) != {"–"}:
-            lines.append(f"| {family} | {' | '.join(cells)} |")
-    return "\n".join(lines)
