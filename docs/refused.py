@@ -4,7 +4,7 @@
 """
 
 import ast
-import importlib
+import importlib.util
 import re
 import shlex
 import sys
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from html import escape
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from docutils import nodes
@@ -72,14 +73,24 @@ def content(name: str, what: Any, *_: Any) -> str:
 
 # The tables: over the rows, the test that has them, and how what it is given is written.
 TABLES: tuple[tuple[str, str, str, Callable[..., str]], ...] = (
-    ("givens …", "test_cli", "test_bad_input_is_one_line_and_leaves_nothing", command("givens")),
-    ("givens train", "test_train_cli", "test_train_bad_input_is_one_line", command("givens train")),
-    ("Click logs", "retrieval.test_data", "test_bad_files", file),
-    ("Config, of a training run", "retrieval.test_data", "test_bad_options", options("Config")),
-    ("Folders of runs", "report.test_report", "test_folders_that_are_not_whole", content),
-    ("fit, its options", "fixed.test_fit", "test_bad_input", options("fit")),
+    (
+        "givens …",
+        "cli/test_cli",
+        "test_bad_input_is_one_line_and_leaves_nothing",
+        command("givens"),
+    ),
+    (
+        "givens train",
+        "cli/test_train_cli",
+        "test_train_bad_input_is_one_line",
+        command("givens train"),
+    ),
+    ("Click logs", "retrieval/test_data", "test_bad_files", file),
+    ("Config, of a training run", "retrieval/test_data", "test_bad_options", options("Config")),
+    ("Folders of runs", "report/test_report", "test_folders_that_are_not_whole", content),
+    ("fit, its options", "fixed/test_fit", "test_bad_input", options("fit")),
     ("Values, at every entry", "test_checks", "test_bad_input", source),
-    ("IndexLayer", "layer.test_layer", "test_bad_input", source),
+    ("IndexLayer", "layer/test_layer", "test_bad_input", source),
     ("GCD", "test_optim", "test_bad_input", source),
     ("Rotations", "test_rotation", "test_bad_input", source),
     ("Pairings", "test_pairing", "test_bad_input", source),
@@ -92,7 +103,7 @@ def tables() -> dict[str, list[Row]]:
         sys.path.insert(0, str(folder))
     found = {}
     for title, module, test, told in TABLES:
-        function = getattr(importlib.import_module(module), test)
+        function = getattr(_load(ROOT / "tests" / f"{module}.py"), test)
         (mark,) = [
             mark
             for mark in function.pytestmark
@@ -101,6 +112,17 @@ def tables() -> dict[str, list[Row]]:
         rows = [getattr(row, "values", row) for row in mark.args[1]]
         found[title] = [(told(*given), plain(message)) for *given, message in rows]
     return found
+
+
+def _load(path: Path) -> ModuleType:
+    """A module of the tests by its file: its folder's name may be that of another module."""
+    spec = importlib.util.spec_from_file_location(f"refused_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def plain(pattern: str) -> str:

@@ -28,6 +28,7 @@ from cells import (
 
 from givens.compare.page import FAMILIES, advice
 from givens.paper import joint
+from givens.retrieval.config import LABELS
 
 MISSING = "–"
 FITTED = {
@@ -51,6 +52,11 @@ STEPS = {
     "expm": "matrix exponential",
     "geotorch": "geotorch (matrix exponential)",
     "svd": "projection by SVD",
+    "pogo": "POGO (pogo-torch)",
+    "pogo-products": "POGO, its six products alone",
+    "pogo-products-tf32": "the same in TF32, off SO(n) by 1e-4",
+    "rsdm": "RSDM",
+    "landing": "Landing",
 }
 TOWERS = {"gcd": "GCD", "gcd-random": "GCD-R", "gcd-greedy": "GCD-G", "frozen": "frozen rotation"}
 LOGS = {
@@ -189,7 +195,7 @@ def recall_by_bytes(rows: Rows) -> list[str]:
         return f"{joint.p_value(*both):.1g}"
 
     heads = [f"{size} bytes" for size in sizes]
-    lines = grid(names, joint.NAMES, sizes, heads, cell)
+    lines = grid(names, LABELS, sizes, heads, cell)
     lines += grid(["GCD-G against Faiss OPQ afterwards, p"], {}, sizes, heads, p)[2:]
     full = [row["results"]["full"]["recall@100"] for row in of(rows, "post-hoc", sizes[0])]
     return [*lines, line("full precision", *[spread(full)] * len(sizes))]
@@ -220,10 +226,10 @@ def recall_by_log(rows: Rows) -> list[str]:
     ]
     return [
         *("**recall@100, 16 bytes**", ""),
-        *grid(names, joint.NAMES, logs, heads, recall),
+        *grid(names, LABELS, logs, heads, recall),
         line("full precision", *full),
         *("", "**Distortion of the trained index, against the frozen rotation**", ""),
-        *grid(trained, joint.NAMES, logs, heads, distortion),
+        *grid(trained, LABELS, logs, heads, distortion),
     ]
 
 

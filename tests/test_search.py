@@ -57,7 +57,7 @@ def test_neighbours_are_those_of_brute_force(metric, k, small_slices):
     st.integers(0, 10**6),
     st.sampled_from(METRICS),
     st.integers(1, 40),
-    st.sampled_from([0.0, 1e-3, 1.0, 1e4, 1e18]),
+    st.sampled_from([0.0, 1e-3, 1.0, 1e4, 1e12]),
 )
 def test_ties_go_to_the_smaller_id(seed, metric, k, offset):
     """Of vectors on a grid, most of which come several times; of any size."""
@@ -139,8 +139,8 @@ def test_what_cannot_be_compared():
     hole[7, 1] = torch.nan
     cases = [
         ((x, x[:, :3]), {}, "queries must have 4 dimensions as x has"),
-        ((x[0], x), {}, r"x must be vectors of shape \(N, n\), but got \(4,\)"),
-        ((x, x[:0]), {}, "queries must be vectors"),
+        ((x[0], x), {}, r"x must have shape \(N, n\), but got \(4,\)"),
+        ((x, x[:0]), {}, "queries must have at least one vector, but has none"),
         ((x, x), {"k": 21}, r"k must be in 1..20"),
         ((x, x), {"k": 0}, r"k must be in 1..20"),
         ((x, x), {"k": 2, "metric": "l1"}, "metric must be one of 'l2', 'ip', 'cosine'"),

@@ -23,7 +23,7 @@ CONFIG = {
     "warmup": 6,
     "steps": 6,
     "every": 6,
-    "max_iter": 3,
+    "iterations": 3,
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from givens.fixed.fit import SAMPLE, Method, fit
+from givens.fixed.fit import SAMPLE, Method, Progress, fit
 from givens.quantizer import Codes, Metric, Quantizer
 
 try:
@@ -29,6 +29,7 @@ class ProductQuantizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
 
     Attributes:
         quantizer_: the `givens.Quantizer`.
+        n_iter_: how many passes over the vectors it took.
         n_features_in_: the dimension of the vectors.
         feature_names_in_: names of the columns, where all are strings.
     """
@@ -73,6 +74,7 @@ class ProductQuantizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
                 raise TypeError(f"{name} must be an integer, but got {value!r}")
         least = max(self.codewords, self.coarse, 1)
         X = validate_data(self, X, dtype="numeric", ensure_min_samples=least)
+        self.n_iter_ = 0
         self.quantizer_: Quantizer = fit(
             X,
             self.subspaces,
@@ -83,8 +85,12 @@ class ProductQuantizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
             max_iter=self.max_iter,
             sample=self.sample,
             seed=self._seed(),
+            callback=self._count,
         )
         return self
+
+    def _count(self, _: Progress) -> None:
+        self.n_iter_ += 1
 
     def transform(self, X: Any) -> Array:
         """The codes (N, D), uint8; (N, 1 + D) int64 with coarse centroids, their numbers first."""
