@@ -78,14 +78,13 @@ def powers_to_try(
     grid: set[float] = {centre + step for step in GRID}
     if missing := grid - scores.keys():
         return missing
-    best = best_power(scores)
-    if best == min(scores) and best > min(grid) - widenings:
+    whole = {power: score for power, score in scores.items() if power == round(power)}
+    best = best_power(whole)
+    if best == min(whole) and best > min(grid) - widenings:
         return {best - 1}
-    if best == max(scores) and best < max(grid) + widenings:
+    if best == max(whole) and best < max(grid) + widenings:
         return {best + 1}
-    if widenings and all(power == round(power) for power in scores):
-        return {best - 0.5, best + 0.5}
-    return set()
+    return ({best - 0.5, best + 0.5} if widenings else set()) - scores.keys()
 
 
 def best_power(scores: Mapping[float, float]) -> float:
