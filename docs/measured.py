@@ -8,7 +8,7 @@
 Pictures and Markdown tables are shown as they are. With `table`, that function of `tables.py` or
 `scale_tables.py` makes a table from the rows; with `claims`, that function of `givens.paper`
 ("fig3.claims") says what they show. No number of a measurement is typed on a page. What is missing
-stops the build; only with `pending` a note stands in its place.
+stops the build.
 """
 
 import importlib
@@ -36,7 +36,6 @@ class Measured(SphinxDirective):
         "rows": directives.unchanged,
         "table": directives.unchanged,
         "claims": directives.unchanged,
-        "pending": directives.flag,
     }
 
     def run(self) -> list[nodes.Node]:
@@ -47,10 +46,7 @@ class Measured(SphinxDirective):
         for module in (cells, tables, scale_tables):
             self.env.note_dependency(module.__file__)
         if not found:
-            if "pending" not in self.options:
-                raise self.error(f"results/{pattern} must be there; `{command}` writes it")
-            lines = [":::{note}", f"Being measured: `{command}`.", ":::"]
-            return self.parse_text_to_nodes("\n".join(lines))
+            raise self.error(f"results/{pattern} must be there; `{command}` writes it")
         rows = sorted(RESULTS.glob(self.options.get("rows", pattern)))
         for path in (*found, *rows):
             self.env.note_dependency(str(path))

@@ -331,7 +331,7 @@ def test_what_is_not_measured_stops_the_build(tmp_path):
         "index": "{measured} none.json\n:command: make it",
         "other": "{measured} fit.json\n:command: make it\n:table: step",
         "wrong": "{measured} drift-cpu.json\n:command: make it\n:table: fit",
-        "fine": "{measured} none.json\n:command: make it\n:pending:",
+        "fine": "{measured} step-cuda.json\n:command: make it\n:table: step",
     }
     for name, block in pages.items():
         (source / f"{name}.md").write_text(f"---\norphan: true\n---\n# A page\n\n```{block}\n```\n")
