@@ -243,7 +243,7 @@ def plot(found: rows.Rows, times: rows.Rows, path: Path) -> None:
     row = times[0]
     where = f"{row['threads']} thread of an {row['cpu']}, torch {row['torch']}"
     caption = f"Held-out error against processor time, {where}."
-    rows.save_picture(pyplot, figure, [caption], path)
+    rows.save_picture(pyplot, figure, caption, path)
 
 
 def told(figures: list[float]) -> str:

@@ -159,7 +159,7 @@ def plot(found: Rows, times: Rows, path: Path) -> None:
     spare = panels.flat[-1] if len(results) < height * columns else figure
     place = "center" if spare is not figure else "upper center"
     spare.legend([lines[m] for m in order], order, loc=place, ncols=2, frameon=False, fontsize=8)
-    save_picture(pyplot, figure, [caption(found, times)], path)
+    save_picture(pyplot, figure, caption(found, times), path)
 
 
 def caption(found: Rows, times: Rows) -> str:
