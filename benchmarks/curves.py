@@ -93,7 +93,8 @@ def time_to_reach(result: Result, figure: float) -> float | None:
     if result.median_us is None:
         return None
     for step, value in zip(points(result.steps), result.curve, strict=False):
-        if value <= figure:
+        # A curve is kept to five digits.
+        if value <= figure * (1 + 1e-4):
             return step * result.median_us / 1e3
     return None
 
