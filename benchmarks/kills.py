@@ -33,6 +33,7 @@ import torch
 from files import environment
 
 import givens
+import givens.__main__ as beginning
 import givens.export.faiss
 import givens.export.shards
 import givens.retrieval.train
@@ -107,13 +108,18 @@ def prepare() -> None:
 
 
 def started(words: str) -> int:
-    """The command in a child, its words into files."""
+    """The command in a child, its words into files; no signal comes before it could hear one."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS[1:])
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
         for number, name in ((1, "told"), (2, "error")):
             os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666), number)
         sys.argv = ["givens", *words.split()]
+        # As the command begins, while it imports the package.
+        for number in SIGNALS[1:]:
+            signal.signal(number, beginning._leave)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[1:])
         try:
             givens_main()
             code = 0
@@ -126,6 +132,7 @@ def started(words: str) -> int:
             code = 70
         sys.stdout.flush()
         os._exit(code)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[1:])
     return child
 
 

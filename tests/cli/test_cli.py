@@ -645,6 +645,25 @@ def test_interrupted_where_an_error_would_be_lost(tmp_path, work):
     assert not (tmp_path / "after").exists()
 
 
+def test_interrupted_where_a_package_takes_the_signal_for_itself(tmp_path):
+    """As Ray does, which writes a stack trace."""
+    lines = [
+        "import faulthandler, os, signal, sys, threading, time",
+        "from givens import cli",
+        "@cli.app.command()",
+        "def work():",
+        "    faulthandler.register(signal.SIGTERM, chain=True)",
+        "    time.sleep(2)",
+        "    os.kill(os.getpid(), signal.SIGTERM)",
+        "    time.sleep(30)",
+        "sys.argv[1:] = ['work']",
+        "cli.main()",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (143, INTERRUPTED)
+
+
 def test_interrupted_while_nobody_reads_its_output(tmp_path):
     """As by a pager: the command holds the output, and waits for its reader."""
     code = (

@@ -77,6 +77,10 @@ def options(
     """Options that come before the subcommand."""
 
 
+# Seconds between two looks at who hears the signals.
+TAKEN_BACK = 0.2
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, or a request to end; its argument is the number of the signal."""
 
@@ -92,7 +96,7 @@ def main() -> None:
     try:
         _handle_signals(_interrupt)
         command.start()
-        error = outcome.get()
+        error = _wait_for(outcome)
         _handle_signals(signal.SIG_IGN)
         if error is not None:
             raise error
@@ -126,6 +130,19 @@ def _run(outcome: queue.SimpleQueue[BaseException | None]) -> None:
         outcome.put(error)
     else:
         outcome.put(None)
+
+
+def _wait_for(outcome: queue.SimpleQueue[BaseException | None]) -> BaseException | None:
+    """The error that the command ends with, if any.
+
+    A package may take the signals for itself: Ray writes a stack trace for SIGTERM. They are taken
+    back.
+    """
+    while True:
+        try:
+            return outcome.get(timeout=TAKEN_BACK)
+        except queue.Empty:
+            _handle_signals(_interrupt)
 
 
 def _handle_signals(handler: Any) -> None:
