@@ -17,7 +17,6 @@ from givens import distributed
 from givens.quantizer import Quantizer
 from givens.retrieval.batches import Examples, HeldOut
 from givens.retrieval.state import Row, State
-from givens.retrieval.towers import Part
 from givens.retrieval.trainer import check_finite
 from givens.rotation import orthogonality_error
 
@@ -161,6 +160,17 @@ def decode_as_indexed(
     return torch.where(other[:, None], served, decoded)
 
 
+def sum_errors(items: Float[Tensor, "m n"], decoded: Float[Tensor, "m n"]) -> float:
+    """The squared L2 errors of items."""
+    # By column first: a whole sum is cut up among as many threads as there are.
+    return float((items - decoded).square().sum(0, dtype=torch.float64).sum())
+
+
+def mean_error(errors: list[float], catalogue: int) -> float:
+    """The distortion of a catalogue: the mean of the errors that ranks have summed."""
+    return math.fsum(distributed.from_all(lambda: math.fsum(errors))) / catalogue
+
+
 def compute_metrics(
     found: Int[Tensor, "b k"], held: HeldOut, catalogue: int, ks: tuple[int, ...] = KS
 ) -> dict[str, float]:
@@ -227,13 +237,11 @@ class Evaluator:
             retrieval, distortion = torch.stack(losses).double().mean(0).tolist()
             row["loss"] = retrieval + state.config.weight * distortion
             row["retrieval"] = retrieval
-        users, part = state.towers.user(self.valid.inputs), state.towers.part()
-        row["recall_full"] = self.recall(users, part, None)
-        row["recall"] = row["recall_full"]
+        q = state.quantizer if state.joint else None
+        recalls, distortion = self.recall(q)
+        row["recall_full"], row["recall"] = recalls[0], recalls[-1]
         if state.joint:
-            q = state.quantizer
-            row["recall"] = self.recall(users, part, q)
-            row["distortion"] = self.distortion(part, q)
+            row["distortion"] = distortion
             row["orthogonality"] = orthogonality_error(state.layer.rotation.matrix)
             row["perplexity"] = float(state.layer.perplexity.mean())
             row["dead"] = int(state.layer.dead.sum())
@@ -242,25 +250,27 @@ class Evaluator:
             row["angle"] = float((R - state.marked).norm()) / math.sqrt(len(R))
         return row
 
-    def recall(self, users: Tensor, part: Part, q: Quantizer | None) -> float:
+    def recall(self, q: Quantizer | None) -> tuple[list[float], float]:
         """recall@100 of the validation users by exact search, or of fewer in a small catalogue.
 
-        Among items as they are, or as a quantizer decodes them.
+        Among items as they are and, with a quantizer, as it decodes them; and its distortion.
         """
         m = self.state.log.catalogue
         k = min(K, max(1, m // PART))
-        rankings = []
+        users, part = self.state.towers.user(self.valid.inputs), self.state.towers.part()
+        rankings: list[list[Ranking]] = [[]] if q is None else [[], []]
+        errors = []
         for at, items in part.blocks():
-            decoded = items if q is None else q.decode(q.encode(items))
-            where = {"first": part.first + at, "catalogue": m}
-            rankings.append(search_exact(users, decoded, self.valid, k, **where))
-        found = merge(rankings, k).items
-        return compute_metrics(found, self.valid, m, (k,))[f"recall@{k}"]
-
-    def distortion(self, part: Part, q: Quantizer) -> float:
-        """The mean squared error of all items."""
-        share = len(part) / self.state.log.catalogue
-        return math.fsum(distributed.from_all(lambda: q.distortion(part) * share))
+            both = [items]
+            if q is not None:
+                both.append(q.decode(q.encode(items)))
+                errors.append(sum_errors(*both))
+            for parts, vectors in zip(rankings, both, strict=True):
+                where = {"first": part.first + at, "catalogue": m}
+                parts.append(search_exact(users, vectors, self.valid, k, **where))
+        found = [merge(parts, k).items for parts in rankings]
+        recalls = [compute_metrics(one, self.valid, m, (k,))[f"recall@{k}"] for one in found]
+        return recalls, mean_error(errors, m)
 
     @torch.no_grad()
     def test(self, quantizer: Quantizer) -> tuple[Any, dict[str, Any]]:
@@ -281,9 +291,11 @@ class Evaluator:
             "full": [],
             "popularity": [],
         }
+        errors = []
         for at, items in part.blocks():
             first = part.first + at
             decoded = quantizer.decode(quantizer.encode(items))
+            errors.append(sum_errors(items, decoded))
             popular = self.examples.popularity[first : first + len(items), None]
             for name, vectors in (
                 ("decoded", decode_as_indexed(index, items, decoded, at)),
@@ -298,6 +310,6 @@ class Evaluator:
             name: compute_metrics(ranking.items, held, m) for name, ranking in rankings.items()
         }
         results["agreement"] = check_agreement(rankings["index"], rankings["decoded"])
-        results["distortion"] = self.distortion(part, quantizer)
+        results["distortion"] = mean_error(errors, m)
         results["best_step"] = state.best.step
         return index, results
