@@ -25,9 +25,6 @@ from torch.distributed.rendezvous import rendezvous
 # What the first rank does while others wait, such as the index's start, has to end by then.
 PATIENCE = datetime.timedelta(hours=2)
 
-# Gradients of no more numbers than this are sent in one message.
-BUNDLED = 1 << 20
-
 Made = TypeVar("Made")
 
 
@@ -103,24 +100,17 @@ def exchange(x: Tensor, sent: list[int], taken: list[int]) -> Tensor:
 
 def add_gradients(parameters: Iterable[Tensor]) -> None:
     """Put the sum over ranks in the place of each gradient; those of split tables are whole."""
-    if alone():
+    gradients = [part.grad for part in parameters if part.grad is not None]
+    gradients = [gradient for gradient in gradients if not gradient.is_sparse]
+    if alone() or not gradients:
         return
-    gradients = [
-        part.grad for part in parameters if part.grad is not None and not part.grad.is_sparse
-    ]
-    large = [gradient for gradient in gradients if gradient.numel() > BUNDLED]
-    small = [gradient for gradient in gradients if gradient.numel() <= BUNDLED]
-    # Small ones travel together: sending takes longer than what is sent.
-    bundle = torch.cat([gradient.flatten() for gradient in small]) if small else None
+    # They travel together: sending takes longer than what is sent.
+    bundle = torch.cat([gradient.flatten() for gradient in gradients])
     with _exchange():
-        for sent in [*large, bundle]:
-            if sent is not None:
-                distributed.all_reduce(sent)
-    if bundle is not None:
-        for gradient, part in zip(
-            small, bundle.split_with_sizes([g.numel() for g in small]), strict=True
-        ):
-            gradient.copy_(part.view_as(gradient))
+        distributed.all_reduce(bundle)
+    added = bundle.split_with_sizes([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, added, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def copy_from_first(*parts: Tensor | None) -> None:
@@ -266,15 +256,12 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], taken: list[int]) -> Tensor:
         ctx.sizes = taken, sent
-        return _exchange_rows(x, sent, taken)
+        came = x.new_empty(sum(taken), *x.shape[1:])
+        with _exchange():
+            distributed.all_to_all_single(came, x.contiguous(), taken, sent)
+        return came
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return _exchange_rows(g, *ctx.sizes), None, None
-
-
-def _exchange_rows(x: Tensor, sent: list[int], taken: list[int]) -> Tensor:
-    came = x.new_empty(sum(taken), *x.shape[1:])
-    with _exchange():
-        distributed.all_to_all_single(came, x.contiguous(), taken, sent)
-    return came
+        back: Tensor = _Exchanged.apply(g, *ctx.sizes)  # type: ignore[no-untyped-call]
+        return back, None, None

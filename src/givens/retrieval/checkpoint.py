@@ -17,12 +17,14 @@ from torch import Tensor
 from givens import distributed
 from givens.retrieval.batches import HeldOut, Inputs
 from givens.retrieval.config import find_difference
-from givens.retrieval.rows import Entry, read_columns
+from givens.retrieval.rows import Entry, open_column, read_columns
 from givens.retrieval.state import Best, State
 from givens.retrieval.tables import RowWise
 from givens.storage import files
+from givens.storage.formats import File, Safetensors
 
 KIND, TOWERS, USERS = "checkpoint", "towers", "users"
+ITEMS = "towers.items.weight"
 
 
 def save(state: State, path: Path) -> None:
@@ -136,6 +138,18 @@ def load_towers(path: Path) -> dict[str, Tensor]:
                 if name.endswith(".weight"):
                     contents.tensors[name] = column
     return contents.tensors
+
+
+def open_items(path: Path) -> File:
+    """The items among the towers of a file, read where they are sliced, as `refresh` does.
+
+    They are as long as they were learned: for a cosine quantizer, which normalises them.
+    """
+    contents = files.read_header(path).metadata
+    with _refuse_missing(path):
+        if not contents.get("rows"):
+            return Safetensors(path, ITEMS, None)
+        return open_column(path.parent / Path(contents["folder"]).name, contents["rows"], ITEMS)
 
 
 def save_users(users: Tensor, held: HeldOut, path: Path) -> None:

@@ -39,7 +39,7 @@ Size = Literal["small", "medium", "large"]
 # A softmax over more items than this draws some of them.
 MOST_ITEMS, SHARED = 10_000, 4096
 # So many items take larger batches to be seen often enough, and higher rates, since they are moved
-# only when they are seen.
+# only when they are seen. Ranks have a range of their rows each.
 LARGE = 50_000
 # What the sizes of `config_for` and `givens train` set.
 SIZES: dict[str, dict[str, Any]] = {
