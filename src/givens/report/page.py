@@ -1,4 +1,4 @@
-"""The page: what the runs say in words, a table, pictures, and how they came about."""
+"""The page: findings, a table, figures, and the runs' options and environments."""
 
 import datetime
 import json
@@ -21,7 +21,7 @@ from givens.storage import files
 
 @dataclass(frozen=True)
 class Cell:
-    """Of a table: what it says, in the colour of its run, as a name or as code."""
+    """A cell of a table: its text, with the colour of its run, as a name or as code."""
 
     text: str
     colour: int | None = None
@@ -31,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under heads, and a note under them."""
+    """A table: heads, rows and a note."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -41,7 +41,7 @@ class Table:
 def write_report(
     paths: Sequence[Path], output: Path, *, tell: Callable[[], object] = lambda: None
 ) -> list[Entry]:
-    """Read runs, measure those that are finished, and write the page of all of them.
+    """Read runs, measure the finished ones, and write the page.
 
     `tell` is called after each run.
     """
@@ -50,15 +50,15 @@ def write_report(
         entries.append(Entry(run, measure_run(run)))
         tell()
     with files.replacing(output) as temporary:
-        # A name may be no Unicode: of a folder, or in a run's JSON.
+        # The name of a folder, or one in a run's JSON, may not be valid Unicode.
         temporary.write_text(render_page(entries), "utf-8", "backslashreplace")
     return entries
 
 
 def render_page(entries: list[Entry]) -> str:
-    """The whole page, self-contained: the browser is told to refuse it.
+    """Render the self-contained page; its content policy forbids the browser to fetch anything.
 
-    All that comes from the runs is escaped by the template.
+    The template escapes everything that comes from runs.
     """
     logs = list(dict.fromkeys(entry.run.about["log"] for entry in entries))
     sections = (
@@ -88,7 +88,7 @@ def _read_resource(name: str) -> str:
 
 
 def _list_cautions(entries: list[Entry], logs: list[str]) -> list[str]:
-    """What a reader must know before comparing."""
+    """Warnings that a reader needs before comparing."""
     lines = []
     if len(logs) > 1:
         lines.append(
@@ -113,7 +113,7 @@ def _list_cautions(entries: list[Entry], logs: list[str]) -> list[str]:
 
 
 def _tabulate_results(entries: list[Entry]) -> Table:
-    """A row for each run, and what is there without an index."""
+    """A row for each run, and the recall without an index."""
     metrics = list(dict.fromkeys(e.run.metric for e in entries if e.run.results is not None))
     metric = metrics[0] if len(metrics) == 1 else "recall"
     heads = (
@@ -154,7 +154,7 @@ def _tabulate_results(entries: list[Entry]) -> Table:
 
 
 def _tabulate_options(entries: list[Entry]) -> Table:
-    """Options in which runs differ, those in which all agree, commands and environments."""
+    """The options that differ, those that all runs share, commands and environments."""
     runs = [entry.run for entry in entries]
 
     def row(name: str, values: Sequence[Any], *, code: bool = False) -> tuple[Cell, ...]:
