@@ -1,4 +1,4 @@
-"""`givens search`: the nearest neighbours of queries, by an index and optionally once more."""
+"""`givens search`: the nearest neighbours of queries, optionally re-ranked."""
 
 import hashlib
 import time
@@ -114,7 +114,7 @@ def search(
 
 
 def set_nprobe(index: Any, nprobe: int) -> None:
-    """Say how many lists to look into, where there are lists."""
+    """Set nprobe, if the index has lists."""
     from givens.export.faiss import inverted
 
     if nprobe < 1:
@@ -125,7 +125,7 @@ def set_nprobe(index: Any, nprobe: int) -> None:
 
 
 def match_ids(stored: Any, original: vectors.Vectors, ids: str | None, option: str) -> Any:
-    """What the index calls the original vectors, (N,); None where it is their positions."""
+    """The ids of the original vectors in the index, (N,); None for their positions."""
     if original.shape[1] != stored.index.d or len(original) < stored.index.ntotal:
         raise ValueError(
             f"{option} must be the {stored.index.ntotal} vectors of the index, of "
