@@ -129,7 +129,7 @@ def _build_shards(
 ) -> int:
     """Build shards in a folder, optionally merge them; returns the number of vectors."""
     from givens.export import shards
-    from givens.export.faiss import checked_ids
+    from givens.export.faiss import check_ids
     from givens.export.lists import centroids
 
     # Checked before anything is created.
@@ -143,7 +143,7 @@ def _build_shards(
         encode, options = encode_on_ray, {"address": address, "workers": workers}
     jobs = shards.plan(sources, q.dim)
     N = sum(job.rows for job in jobs)
-    ids = None if names is None else checked_ids(names, N)
+    ids = None if names is None else check_ids(names, N)
     folder = output if keep else output.with_name(output.name + ".parts")
     began = time.perf_counter()
     with shards.building(folder):

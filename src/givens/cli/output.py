@@ -159,8 +159,8 @@ def make_record(seed: int | None, device: str, **configuration: Any) -> dict[str
 
 def write_record(path: Path, content: dict[str, Any]) -> Path:
     """Write a record beside its file."""
-    files.write_json(get_record_path(path), {**content, "checksum": files.checksum(path)})
-    return get_record_path(path)
+    files.write_json(files.record_path(path), {**content, "checksum": files.checksum(path)})
+    return files.record_path(path)
 
 
 def get_names_path(index: Path) -> Path:
@@ -189,7 +189,7 @@ def read_names(index: Path) -> list[str] | None:
 def read_record(path: Path) -> dict[str, Any]:
     """The record beside a file, if there is one."""
     try:
-        return dict(json.loads(get_record_path(path).read_text("utf-8")))
+        return dict(json.loads(files.record_path(path).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 
@@ -215,7 +215,7 @@ def check_outputs(
     for option, path in outputs.items():
         if path is None:
             continue
-        for written in (path, get_record_path(path)):
+        for written in (path, files.record_path(path)):
             if (source := read.get(_identify(written))) is not None:
                 which = option if written == path else f"{written}, written beside {option},"
                 raise ValueError(f"{which} must not be {source}, which is read")
@@ -265,13 +265,8 @@ def _list_read(source: str | Path) -> Iterator[Path]:
             known = PARTS if ours else vectors.SUFFIXES
             if file.suffix.lower() in known or file.name in NAMED:
                 yield file
-    elif get_record_path(path).exists():
-        yield get_record_path(path)
-
-
-def get_record_path(path: Path) -> Path:
-    """The path of a file's record."""
-    return files.record_path(path)
+    elif files.record_path(path).exists():
+        yield files.record_path(path)
 
 
 @contextmanager

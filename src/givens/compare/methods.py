@@ -68,31 +68,31 @@ def contenders(dim: int, budgets: list[int], lists: int, metric: Metric) -> list
 
 
 def _givens(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
-    if (wide := _padded(dim, budget)) is None:
+    if (wide := _round_up(dim, budget)) is None:
         return
     name = "givens (PQ, learned rotation)"
     text = f"rotation,PQ{budget}x8"
-    yield Contender("givens", name, budget, text, _fitted(dim, wide, budget))
+    yield Contender("givens", name, budget, text, _make_fit(dim, wide, budget))
 
 
 def _givens_ivf(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
-    if (wide := _padded(dim, budget)) is None:
+    if (wide := _round_up(dim, budget)) is None:
         return
     text = f"rotation,IVF{lists},PQ{budget}x8"
-    make = _fitted(dim, wide, budget, coarse=lists)
+    make = _make_fit(dim, wide, budget, coarse=lists)
     yield Contender("givens-ivf", "givens, inverted file", budget, text, make, "ivf")
 
 
 def _givens_fastscan(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
-    if (wide := _padded(dim, 2 * budget)) is None:
+    if (wide := _round_up(dim, 2 * budget)) is None:
         return
     text = f"rotation,PQ{2 * budget}x4fs"
-    make = _fitted(dim, wide, 2 * budget, codewords=16, kind="pq-fastscan")
+    make = _make_fit(dim, wide, 2 * budget, codewords=16, kind="pq-fastscan")
     yield Contender("givens-fastscan", "givens, FastScan", budget, text, make, "fastscan")
 
 
 def _pq(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
-    if (wide := _padded(dim, budget)) is not None:
+    if (wide := _round_up(dim, budget)) is not None:
         text = f"PQ{budget}x8np"
         yield Contender("pq", "Faiss PQ", budget, text, _by_factory(dim, text, wide))
 
@@ -106,13 +106,13 @@ def _opq_default(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[
 
 
 def _opq(dim: int, budget: int, *, identity: bool) -> Iterator[Contender]:
-    wide = _padded(dim, budget)
+    wide = _round_up(dim, budget)
     if wide is None:
         return
 
     def make(x: Table, metric: Metric, seed: int) -> Any:
         q = fit_opq(_pad(dim, wide, x), budget, metric=ranked_by(metric), identity=identity)
-        return _behind(dim, wide, to_faiss(q))
+        return _add_padding(dim, wide, to_faiss(q))
 
     start = "identity" if identity else "default"
     text = f"OPQ{budget}_{wide},PQ{budget}x8" + (" from the identity" if identity else "")
@@ -207,7 +207,7 @@ def _additive(form: str) -> Callable[[int, int, int, Metric], Iterator[Contender
 
     def listed(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
         if form == "PRQ":
-            if budget % 4 or (wide := _padded(dim, budget // 4)) is None:
+            if budget % 4 or (wide := _round_up(dim, budget // 4)) is None:
                 return
             text, words = f"PRQ{budget // 4}x4x8", wide
         else:
@@ -244,7 +244,7 @@ METHODS: dict[str, Callable[[int, int, int, Metric], Iterator[Contender]]] = {
 }
 
 
-def _fitted(
+def _make_fit(
     dim: int, wide: int, subspaces: int, codewords: int = 256, coarse: int = 0, kind: Any = None
 ) -> Callable[[Table, Metric, int], Any]:
     def make(x: Table, metric: Metric, seed: int) -> Any:
@@ -253,7 +253,7 @@ def _fitted(
         q: Quantizer = givens.fit(
             table, subspaces, codewords=codewords, coarse=coarse, metric=by, seed=seed, sample=0
         )
-        return _behind(dim, wide, to_faiss(q, kind=kind))
+        return _add_padding(dim, wide, to_faiss(q, kind=kind))
 
     return make
 
@@ -271,7 +271,7 @@ def _by_factory(
             pca: Any = faiss.downcast_VectorTransform(index.chain.at(0))
             pca.train(np.concatenate([x, -x]))
         index.train(_pad(dim, wide or dim, x))
-        return _behind(dim, wide or dim, index)
+        return _add_padding(dim, wide or dim, index)
 
     return make
 
@@ -289,7 +289,7 @@ def _hush(index: Any) -> None:
         lists.cp.min_points_per_centroid = 1
 
 
-def _padded(dim: int, pieces: int) -> int | None:
+def _round_up(dim: int, pieces: int) -> int | None:
     """The next multiple of the pieces; None if there are more pieces than dimensions."""
     return -(-dim // pieces) * pieces if pieces <= dim else None
 
@@ -307,8 +307,8 @@ def _remap(dim: int, wide: int) -> Any:
     return transform(dim, wide, True)
 
 
-def _behind(dim: int, wide: int, index: Any) -> Any:
-    """An index for vectors that are not transformed."""
+def _add_padding(dim: int, wide: int, index: Any) -> Any:
+    """Put the padding of vectors in front of an index."""
     if wide == dim:
         return index
     remap = _remap(dim, wide)

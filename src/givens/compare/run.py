@@ -141,7 +141,7 @@ def compare(
         **{name: getattr(options, name) for name in ("metric", "sample", "trained")},
         **{name: getattr(options, name) for name in ("seed", "threads")},
     }
-    before = _before(path, given)
+    before = _read_earlier_rows(path, given)
     data = split(x, queries, options)
     lists = 1 << round(np.log2(max(len(data.base), 4)) / 2)
     lists = min(lists, max(len(data.train) // 40, 1))
@@ -172,19 +172,19 @@ def compare(
         for number, one in enumerate(asked):
             if (one.method, one.index) in done:
                 continue
-            left = _left_out(one, result["rows"], began, options.minutes)
-            if left is None:
+            why = _explain_skip(one, result["rows"], began, options.minutes)
+            if why is None:
                 tell(number, len(asked), f"{one.name}, {one.budget} bytes")
-                result["rows"] += measured(one, data, truth, metric, options)
+                result["rows"] += measure(one, data, truth, metric, options)
             else:
-                result["left_out"].append({**_called(one), "why": left})
+                result["left_out"].append({**_describe(one), "why": why})
             files.write_json(path, result)
         tell(len(asked), len(asked), "done")
     files.write_json(path, result)
     return result
 
 
-def measured(
+def measure(
     one: Contender, data: Split, truth: Any, metric: Metric, options: Options
 ) -> list[dict[str, Any]]:
     """Build one index and search it; returns a row, or one for each nprobe."""
@@ -198,7 +198,7 @@ def measured(
     index.add(data.base)
     added = clock() - added
     row = {
-        **_called(one),
+        **_describe(one),
         "bytes": _bytes(index),
         "parameter_bytes": parameters,
         "trained_on": min(len(data.train), one.sample or len(data.train)),
@@ -210,7 +210,7 @@ def measured(
     for nprobe in [n for n in NPROBES if n <= lists.nlist] if lists is not None else [None]:
         if lists is not None:
             lists.nprobe = nprobe
-        found, speed = _searched(index, data.queries, clock)
+        found, speed = _time_search(index, data.queries, clock)
         again = rerank(found, data.base, data.queries, 10, metric).ids
         rows.append(
             {
@@ -229,7 +229,7 @@ def measured(
     return [{**row, "seconds": spent} for row in rows]
 
 
-def _searched(index: Any, queries: Table, clock: Callable[[], float]) -> tuple[Any, float]:
+def _time_search(index: Any, queries: Table, clock: Callable[[], float]) -> tuple[Any, float]:
     """The neighbours found, and queries a second: the median of passes over some queries."""
     found, speeds = index.search(queries, K)[1], []
     for _ in range(PASSES):
@@ -252,7 +252,7 @@ def _error(found: Any, truth: Any) -> float:
     return float(np.std(parts, ddof=1) / np.sqrt(len(parts)))
 
 
-def _called(one: Contender) -> dict[str, Any]:
+def _describe(one: Contender) -> dict[str, Any]:
     return {
         "method": one.method,
         "name": one.name,
@@ -262,7 +262,7 @@ def _called(one: Contender) -> dict[str, Any]:
     }
 
 
-def _left_out(
+def _explain_skip(
     one: Contender, rows: list[dict[str, Any]], began: float, minutes: float | None
 ) -> str | None:
     """Why there is no time for a contender, estimated from its time at fewer bytes; or None."""
@@ -281,7 +281,7 @@ def _left_out(
     return None
 
 
-def _before(path: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_earlier_rows(path: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of an earlier run of the same comparison."""
     if not path.exists():
         return []

@@ -41,7 +41,7 @@ from givens.export.parts import (
     metric_of,
     replace_parts,
 )
-from givens.export.source import FAR, Source, checked_ids, slice_rows
+from givens.export.source import FAR, Source, check_ids, slice_rows
 from givens.export.stored import Stored, load_index, recording, save_index
 from givens.quantizer import Metric, Quantizer
 from givens.storage.given import as_vectors
@@ -52,7 +52,7 @@ __all__ = [
     "Kind",
     "Source",
     "Stored",
-    "checked_ids",
+    "check_ids",
     "code_size",
     "empty_index",
     "fit_opq",

@@ -20,7 +20,7 @@ import torch
 
 from givens.checks import check_lengths, check_table, check_whole
 from givens.export import NPROBE
-from givens.export.source import FAR, Source, checked_ids
+from givens.export.source import FAR, Source, check_ids
 from givens.quantizer import Quantizer
 
 try:
@@ -59,7 +59,7 @@ def to_lance(
     if q.metric == "ip":
         raise ValueError("metric must be 'l2' or 'cosine' for Lance, but got 'ip'")
     N = len(vectors)
-    names = np.arange(N) if ids is None else checked_ids(ids, N)
+    names = np.arange(N) if ids is None else check_ids(ids, N)
     columns = _columns(payload, N)
     source = Source(vectors, q.dim, names, metric=q.metric)
     fields = [

@@ -43,7 +43,7 @@ def refresh(
         vectors: (N, n), the items' current vectors.
         ids: (N,) of the items; their positions by default.
     """
-    core = _checked_core(index, q)
+    core = _check_core(index, q)
     held = _read_codes(index, core)
     old = from_faiss(index).fingerprint
     names = np.arange(len(vectors)) if ids is None else np.asarray(ids)
@@ -123,7 +123,7 @@ def _rows(names: npt.NDArray[Any], held: Integers, N: int, *, whole: bool) -> In
     return rows
 
 
-def _checked_core(index: Any, q: Quantizer) -> Any:
+def _check_core(index: Any, q: Quantizer) -> Any:
     core: Any = faiss.downcast_index(index)
     transforms = 0
     while isinstance(core, faiss.IndexIDMap | faiss.IndexPreTransform):

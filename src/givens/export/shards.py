@@ -31,7 +31,7 @@ import torch
 from givens.export.faiss import (
     Source,
     Stored,
-    checked_ids,
+    check_ids,
     empty_index,
     inverted,
     recording,
@@ -140,7 +140,7 @@ def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -
     if not _is_whole(path, claim, job.rows):
         names = np.arange(job.first, job.first + job.rows) if ids is None else ids
         source = Source(job.read(), q.dim, None, first=job.first, metric=q.metric)
-        sizes, lists = _lists(q, source, checked_ids(names, job.rows))
+        sizes, lists = _lists(q, source, check_ids(names, job.rows))
         tensors = {"sizes": torch.from_numpy(sizes), "lists": torch.from_numpy(lists)}
         files.save(path, KIND, tensors, claim)
     return Shard(path.name, job.rows, files.checksum(path))
