@@ -110,9 +110,10 @@ def train(
     """Train two towers, codebooks and the rotation together, and build their index.
 
     Reads MovieLens (ratings.dat, ratings.csv), Amazon's reviews (.json, .json.gz), rows of
-    "user item time" and lines of "user item item …". A folder of Parquet files (columns user, item,
-    and rating and time if there are any) is streamed: it may be larger than memory. Ratings of 4 and more count, and users with
-    at least 10 of them; --min-rating and --min-items change that. Writes into the folder:
+    "user item time", lines of "user item item …", and folders of Parquet files with the columns
+    user, item and, if there are any, rating and time. These are streamed and may be larger than
+    memory; how they are read is kept in log.safetensors. Ratings of 4 and more count, and users
+    with at least 10 of them; --min-rating and --min-items change that. Writes into the folder:
     config.json, metrics.jsonl, towers.safetensors, quantizer.safetensors, index.faiss, items.txt,
     whose lines are what the index's ids 0, 1, … are called in the data, and results.json.
 

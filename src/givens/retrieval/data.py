@@ -406,7 +406,9 @@ class _Ring:
             epoch = (times * EPOCHS).astype(np.int64)
         for number in np.unique(epoch):
             order, ends = self._arcs(int(number))
-            here = epoch == number
+            here = np.flatnonzero(epoch == number)
+            # In order, so that places near one another are looked up one after another.
+            here = here[np.argsort(at[here])]
             found = np.searchsorted(ends, at[here] * ends[-1], side="right")
             clicked[here] = order[np.minimum(found, len(order) - 1)]
         return clicked

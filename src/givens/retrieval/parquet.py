@@ -126,8 +126,13 @@ class Source:
     def read(self, group: int, rows: int | None = None) -> Clicks:
         """The clicks of a group, or of its first rows."""
         found = self.read_columns(group, rows)
-        user, _ = make_keys(found["user"])
-        item, texts = make_keys(found["item"])
+        try:
+            user, _ = make_keys(found["user"])
+            item, texts = make_keys(found["item"])
+        except ValueError as error:
+            raise ValueError(
+                f"{self.name(group)} must have users and items below 2⁶³, but has larger ones"
+            ) from error
         amounts = [make_numbers(found[what]) if what in found else None for what in WHAT[2:]]
         for what, values in zip(WHAT[2:], amounts, strict=True):
             if values is not None and not (good := np.isfinite(values)).all():

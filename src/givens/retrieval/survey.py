@@ -159,7 +159,7 @@ class Held:
         ranks = np.empty(len(users), np.uint64)
         loops.scramble_keys(users, self.seed, ranks)
         near = np.flatnonzero(ranks <= self.least)
-        for i in near[np.argsort(ranks[near])[: self.most]]:
+        for i in near[np.argsort(ranks[near])[: self.most]].tolist():
             self.found.append((int(ranks[i]), int(users[i]), int(groups[i]), rows(i)))
         if len(self.found) > 2 * self.most:
             self._cut(self.most)
