@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -128,6 +128,25 @@ def from_first(make: Callable[[], Made]) -> Made:
         raise made[1]
     result: Made = made[0]
     return result
+
+
+def together(make: Callable[[], Made]) -> Made:
+    """What each rank makes for itself; an error on any of them ends all, with its line."""
+    if alone():
+        return make()
+    made: Made | None = None
+    error: Exception | None = None
+    try:
+        made = make()
+    except Exception as failure:
+        error = failure
+    errors: list[Any] = [None] * count()
+    with _exchange():
+        distributed.all_gather_object(errors, error)
+    for one in errors:
+        if one is not None:
+            raise one
+    return cast(Made, made)
 
 
 def check_same(name: str, parts: Iterable[Tensor | str], hint: str) -> None:

@@ -24,6 +24,7 @@ WRITTEN = (
     "index.faiss",
     "index.faiss.json",
     "items.txt",
+    "log.safetensors",
     "metrics.jsonl",
     "quantizer.safetensors",
     "results.json",
@@ -92,6 +93,13 @@ def train(
     min_items: Annotated[
         int, typer.Option(help="Users of --data with fewer items than this are left out.")
     ] = MIN_ITEMS,
+    hash_items: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows that the items of Parquet files share by a hash; by default each item has "
+            "its own."
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue a run that was stopped, with the same options."),
@@ -102,8 +110,10 @@ def train(
     """Train two towers, codebooks and the rotation together, and build their index.
 
     Reads MovieLens (ratings.dat, ratings.csv), Amazon's reviews (.json, .json.gz), rows of
-    "user item time" and lines of "user item item …". Ratings of 4 and more count, and users with
-    at least 10 of them; --min-rating and --min-items change that. Writes into the folder:
+    "user item time", lines of "user item item …", and folders of Parquet files with the columns
+    user, item and, if there are any, rating and time. These are streamed and may be larger than
+    memory; how they are read is kept in log.safetensors. Ratings of 4 and more count, and users
+    with at least 10 of them; --min-rating and --min-items change that. Writes into the folder:
     config.json, metrics.jsonl, towers.safetensors, quantizer.safetensors, index.faiss, items.txt,
     whose lines are what the index's ids 0, 1, … are called in the data, and results.json.
 
@@ -113,9 +123,12 @@ def train(
 
     Example: givens train -o run --data clicks.csv --size small --min-items 5
 
+    Example: givens train -o run --data clicks/ --size medium
+
     Example: torchrun --nproc-per-node 8 -m givens train -o run --data ml-1m --device cuda
     """
-    _train(output, data, size, (min_rating, min_items), resume, device, options)
+    rules = {"min_rating": min_rating, "min_items": min_items, "hash_items": hash_items}
+    _train(output, data, size, rules, resume, device, options)
     distributed.leave()
 
 
@@ -123,7 +136,7 @@ def _train(
     output: Path,
     data: Path | None,
     size: str | None,
-    rules: tuple[float, int],
+    rules: dict[str, Any],
     resume: bool,
     device: str,
     options: dict[str, Any],
@@ -139,11 +152,18 @@ def _train(
     if (output / CHECKPOINT).exists() and not resume:
         raise ValueError(f"{output} holds a run; go on with --resume, or choose another folder")
     if data is None:
-        if rules != (MIN_RATING, MIN_ITEMS):
-            raise ValueError("--min-rating and --min-items go with --data")
+        if rules != {"min_rating": MIN_RATING, "min_items": MIN_ITEMS, "hash_items": None}:
+            raise ValueError("--min-rating, --min-items and --hash-items go with --data")
         log = click_log()
+    elif distributed.is_first():
+        with out.progress("reading the log") as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.stand(done, total, "reading the log")
+
+            log = read(data, **rules, folder=output, tell=typer.echo, progress=show)
     else:
-        log = read(data, min_rating=rules[0], min_items=rules[1])
+        log = read(data, **rules, folder=output)
     size = size or ("small" if data is None else "large")
     config = config_for(log, size=cast(Size, size), **options)
     config.check(log)
@@ -188,7 +208,7 @@ def _train(
     index = output / "index.faiss"
     typer.echo(
         f"Written in {spent:.0f} s: {output}/ (config.json, metrics.jsonl, results.json, "
-        f"towers.safetensors, quantizer.safetensors, {'' if data is None else 'items.txt, '}"
+        f"towers.safetensors, quantizer.safetensors, {'' if log.names is None else 'items.txt, '}"
         f"index.faiss of {out.format_size(index)})\n"
         f"Next: {out.quote_command('givens', 'report', output, '-o', 'report.html')}, "
         f"{out.quote_command('tensorboard', '--logdir', output)}"

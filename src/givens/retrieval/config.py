@@ -181,6 +181,11 @@ class Config:
                 )
         if not self.history and log.words is None:
             raise ValueError("history must be at least 1 where a log has no words, but got 0")
+        if self.stream and log.streamed:
+            raise ValueError(
+                f"stream must be left out for {log.name}: Parquet files are read user by user, not "
+                "in order of time"
+            )
         if self.batch % distributed.count():
             raise ValueError(
                 f"batch must be divisible by the number of ranks, but got batch={self.batch} "

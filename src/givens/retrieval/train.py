@@ -23,9 +23,9 @@ from torch import Tensor
 from givens import distributed
 from givens.quantizer import Quantizer
 from givens.retrieval import checkpoint
-from givens.retrieval.batches import Examples
+from givens.retrieval.batches import open_examples
 from givens.retrieval.config import Config
-from givens.retrieval.data import Log
+from givens.retrieval.data import Log, write_names
 from givens.retrieval.evaluate import Evaluator
 from givens.retrieval.state import Row, State
 from givens.retrieval.towers import Towers
@@ -135,7 +135,7 @@ def warm_up(
 def _prepare(state: State) -> tuple[Trainer, Evaluator]:
     """What trains a state and what measures it, on the same examples."""
     c = state.config
-    examples = Examples(
+    examples = open_examples(
         state.log,
         history=c.history,
         ahead=c.ahead,
@@ -179,7 +179,7 @@ def _write_results(
         quantizer.save(folder / "quantizer.safetensors")
         if state.log.names is not None:
             with files.replacing(folder / "items.txt") as temporary:
-                temporary.write_text("".join(f"{name}\n" for name in state.log.names), "utf-8")
+                write_names(temporary, state.log.names)
         save_index(index, folder / "index.faiss", {"log": str(state.log), "step": state.best.step})
         files.write_json(folder / "results.json", results)
     return results

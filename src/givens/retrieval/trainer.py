@@ -43,11 +43,12 @@ class Trainer:
         return self.state.log.catalogue if c.negatives is None else c.batch + c.negatives
 
     def advance(self) -> None:
-        """Take one step: every rank draws the whole batch, and works on its rows of it."""
+        """Take one step: every rank works on its rows of the batch."""
         state, c = self.state, self.state.config
         self.set_rates()
-        inputs, target = self.examples.draw(state.step, c.batch, progress=state.step / c.total)
-        mine = self.examples.drop_items(inputs, c.dropout)[distributed.rows(c.batch)]
+        mine, target = self.examples.draw(
+            state.step, c.batch, progress=state.step / c.total, dropout=c.dropout
+        )
         drawn = None if c.negatives is None else self.examples.draw_items(c.negatives)
         batch = (mine.history, mine.words, target, drawn)
         losses = self.replay(self.update, *batch) if self.replay else self.update(*batch)

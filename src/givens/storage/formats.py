@@ -90,7 +90,7 @@ class Hdf5(File):
         except ImportError as error:
             raise ImportError(f"{path} needs h5py: pip install 'givens[formats]'") from error
         self.path = path
-        with _reading(path, "is not an HDF5 file, or has lost its end"):
+        with reading(path, "is not an HDF5 file, or has lost its end"):
             file = h5py.File(path, "r")
             # Not followed: a link may lead to any other file.
             kinds = {key: file.get(key, getlink=True) for key in file}
@@ -103,7 +103,7 @@ class Hdf5(File):
         if (name or part) in links or (links and not known):
             raise ValueError(f"{path} must hold its tables itself, but {links[0]} is a link")
         chosen = _choose(path, known, name, part)
-        with _reading(path):
+        with reading(path):
             self.table = file[chosen]
             self.dtype, self.shape = self.table.dtype, self.table.shape or ()
             elsewhere = self.table.is_virtual or self.table.external
@@ -116,7 +116,7 @@ class Hdf5(File):
     def __getitem__(self, rows: Any, /) -> Array:
         if not isinstance(rows, slice):
             return read_rows(self, rows)
-        with _reading(self.path):
+        with reading(self.path):
             return np.asarray(self.table[rows])
 
 
@@ -126,7 +126,7 @@ class Safetensors(File):
     def __init__(self, path: Path, name: str | None, part: str | None) -> None:
         from safetensors import safe_open
 
-        with _reading(path, "is not a safetensors file, or has lost its end"):
+        with reading(path, "is not a safetensors file, or has lost its end"):
             file: Any = safe_open(path, framework="pt")
         self.tensor = file.get_slice(_choose(path, list(file.keys()), name, part))
         self.shape = tuple(self.tensor.get_shape())
@@ -155,7 +155,7 @@ class Parquet(File):
             import pyarrow.parquet as pq
         except ImportError as error:
             raise ImportError(f"{path} needs pyarrow: pip install 'givens[formats]'") from error
-        with _reading(path, "is not a parquet file, or has lost its end"):
+        with reading(path, "is not a parquet file, or has lost its end"):
             # Verify checksums, if the writer left any.
             self.file = pq.ParquetFile(source or path, page_checksum_verification=True)
             lists = [
@@ -193,7 +193,7 @@ class Parquet(File):
         if self.held[0] != group:
             import pyarrow.compute as pc
 
-            with _reading(self.path):
+            with reading(self.path):
                 column = self.file.read_row_group(group, columns=[self.column]).column(0)
                 lengths = pc.min_max(pc.list_value_length(column)).as_py()
                 numbers = column.combine_chunks().flatten()
@@ -242,7 +242,7 @@ def npy(path: Path) -> Array:
 
 def npy_form(path: str | Path, file: Any, size: int) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     """Type, shape and order of a .npy file; raises if the size of the file does not match."""
-    with _reading(path, "is not a whole .npy file of numbers"), warnings.catch_warnings():
+    with reading(path, "is not a whole .npy file of numbers"), warnings.catch_warnings():
         # numpy's warnings about headers by Python 2, and about damaged ones.
         warnings.simplefilter("ignore")
         version = np.lib.format.read_magic(file)
@@ -293,7 +293,7 @@ def _is_written(table: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _reading(path: str | Path, damage: str = "is damaged") -> Iterator[None]:
+def reading(path: str | Path, damage: str = "is damaged") -> Iterator[None]:
     """Turn any exception of a file-format library into a ValueError that names the file."""
     try:
         yield
