@@ -17,6 +17,7 @@ import hashlib
 import json
 import mmap
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -28,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from givens import distributed
 from givens.export.faiss import (
     Source,
     Stored,
@@ -35,9 +37,11 @@ from givens.export.faiss import (
     empty_index,
     inverted,
     recording,
+    save_index,
     slice_rows,
 )
 from givens.export.lists import ID, KIND, Ids, Lists, centroids, total
+from givens.export.parts import core_of
 from givens.quantizer import Quantizer, load
 from givens.storage import files, vectors
 
@@ -274,6 +278,73 @@ def merge(
             _copy_lists(opened, sizes, code, file, progress)
         _check_merged(temporary, sizes)
         record["seconds"] = {**about.get("seconds", {}), "merge": time.perf_counter() - began}
+
+
+def save_parts(
+    index: Any,
+    q: Quantizer,
+    path: str | Path,
+    about: Mapping[str, Any],
+    *,
+    first: int = 0,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Write the one index of vectors of which each rank has a part, in the order of the ranks.
+
+    It is the file that one process writes of all. Parts of inverted files go through shards in a
+    folder that ranks share; without lists, the first rank holds the codes of all vectors.
+
+    Args:
+        index: from `to_faiss`, of this rank's part.
+        q: the quantizer of all parts.
+        path: of the index, the same on all ranks.
+        about: what its record says.
+        first: the number of this part's first vector.
+        device: by which ranks exchange codes.
+    """
+    if distributed.alone():
+        save_index(index, path, about)
+    elif q.coarse is not None:
+        folder = Path(path).with_name(f"{Path(path).name}.parts")
+        distributed.from_first(lambda: folder.mkdir(exist_ok=True))
+        shards = distributed.from_all(lambda: _save_part(index, q, first, folder))
+        distributed.from_first(lambda: merge(q, shards, folder, path, about))
+        distributed.from_first(lambda: shutil.rmtree(folder))
+    else:
+        codes = torch.from_numpy(faiss.vector_to_array(core_of(index).codes)).to(device)
+        counts = distributed.from_all(lambda: len(codes))
+        others = [0] * (len(counts) - 1)
+        taken = counts if distributed.is_first() else [0, *others]
+        codes = distributed.exchange(codes, [len(codes), *others], taken)
+        distributed.from_first(lambda: save_index(_index_of(q, codes), path, about))
+
+
+def _save_part(index: Any, q: Quantizer, first: int, folder: Path) -> Shard:
+    """A rank's lists as a shard, its ids those among all vectors."""
+    core = inverted(index)
+    lists, code = faiss.downcast_InvertedLists(core.invlists), core.code_size
+    sizes = np.array([lists.list_size(number) for number in range(core.nlist)], np.int64)
+    raw, at = np.empty(core.ntotal * (code + ID), np.uint8), 0
+    for number in np.flatnonzero(sizes).tolist():
+        size = int(sizes[number])
+        middle, end = at + size * code, at + size * (code + ID)
+        raw[at:middle] = faiss.rev_swig_ptr(lists.get_codes(number), size * code)
+        ids = faiss.rev_swig_ptr(lists.get_ids(number), size) + first
+        raw[middle:end] = ids.view(np.uint8)
+        at = end
+    path = folder / f"{first:012d}.lists"
+    tensors = {"sizes": torch.from_numpy(sizes), "lists": torch.from_numpy(raw)}
+    files.save(path, KIND, tensors, {"fingerprint": q.fingerprint, "job": path.name})
+    return Shard(path.name, core.ntotal, files.checksum(path))
+
+
+def _index_of(q: Quantizer, codes: torch.Tensor) -> Any:
+    """An index of packed codes, one after another."""
+    index = empty_index(q)
+    core = core_of(index)
+    core.add_sa_codes(codes.cpu().numpy().reshape(-1, core.code_size))
+    index.ntotal = core.ntotal
+    return index
 
 
 def _lists(q: Quantizer, source: Source, ids: Ids) -> tuple[Ids, npt.NDArray[np.uint8]]:

@@ -19,6 +19,9 @@ from givens.retrieval.losses import hinge_loss, softmax_loss
 from givens.retrieval.state import Best, State
 from givens.rotation import random_rotation
 
+# Items of a split table that an index is fitted to post hoc: Faiss looks at no more.
+FITTED = 1 << 16
+
 # The rates rise over so many steps before they fall.
 RAMP = 100
 
@@ -29,9 +32,9 @@ class Trainer:
     def __init__(self, state: State, examples: Examples) -> None:
         self.state, self.examples = state, examples
         # Where all items are candidates: a rank's part of them. One alone does without the list.
-        self.everything = (
-            None if distributed.alone() else torch.arange(state.log.catalogue, device=state.device)
-        )
+        self.everything: Tensor | None = None
+        if state.config.negatives is None and not distributed.alone():
+            self.everything = torch.arange(state.log.catalogue, device=state.device)
         # Losses since the last evaluation; reading them waits for the device.
         self.pending: list[Tensor] = []
         self.replay = self._make_replay()
@@ -140,10 +143,10 @@ class Trainer:
         embed a part of the items each, and the first starts the index for all.
         """
         state, c = self.state, self.state.config
-        state.load_parts(state.best.parts)
+        state.load_best()
         if c.method != "post-hoc":
             if state.start is None:
-                start_index(state.layer, self.collect(), c)
+                start_index(state.layer, self.collect(c.sample), c)
                 state.start = state.layer.quantizer
             else:
                 state.layer.start_from(state.start)
@@ -153,11 +156,14 @@ class Trainer:
         self.replay = self._make_replay()
 
     @torch.no_grad()
-    def collect(self) -> Float[Tensor, "N n"]:
-        """Embeddings of a uniform sample of items."""
-        state = self.state
-        drawn = np.random.default_rng(state.config.seed).permutation(state.log.catalogue)
-        ids = torch.from_numpy(np.sort(drawn[: state.config.sample])).to(state.device)
+    def collect(self, count: int) -> Float[Tensor, "N n"]:
+        """Embeddings of a uniform sample of so many items."""
+        state, m = self.state, self.state.log.catalogue
+        generator = np.random.default_rng(state.config.seed)
+        # A permutation of a large catalogue takes long.
+        few = bool(state.tables) and count < m
+        drawn = generator.choice(m, count, replace=False) if few else generator.permutation(m)
+        ids = torch.from_numpy(np.sort(drawn[:count])).to(state.device)
         mine = ids[distributed.rows(len(ids))]
         return distributed.gather_rows(state.towers.item(mine), len(ids))
 
@@ -165,14 +171,14 @@ class Trainer:
     def finish(self) -> Quantizer:
         """Go back to the best step; gives its index, or the one that Faiss fits post hoc."""
         state, c = self.state, self.state.config
-        state.load_parts(state.best.parts)
+        state.load_best()
         if state.joint:
             return state.quantizer
         from givens.export.faiss import fit_opq
 
-        items = state.towers.item().cpu()
+        items = self.collect(FITTED) if state.tables else state.towers.item()
         sizes = (c.subspaces, c.codewords, c.coarse)
-        fitted = distributed.from_first(lambda: fit_opq(items, *sizes, metric="cosine"))
+        fitted = distributed.from_first(lambda: fit_opq(items.cpu(), *sizes, metric="cosine"))
         return fitted.to(state.device)
 
     def check_ranks(self) -> None:

@@ -57,6 +57,8 @@ class Header:
     # In file order.
     tensors: dict[str, dict[str, Any]]
     digests: dict[str, str]
+    # A digest of all of it.
+    seal: str
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,11 @@ class Contents:
 
 def save(
     path: str | Path, kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
-) -> None:
-    """Write tensors and metadata (JSON) as a file of this kind; an old file is replaced."""
+) -> str:
+    """Write tensors and metadata (JSON) as a file of this kind; an old file is replaced.
+
+    Returns its seal.
+    """
     names = {dtype: name for name, dtype in DTYPES.items()}
     entries: dict[str, Any] = {}
     digests: dict[str, str] = {}
@@ -98,25 +103,23 @@ def save(
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             file.write(_bytes(tensor))
+    return strings["seal"]
 
 
 def load(path: str | Path, kind: str) -> Contents:
     """Load a file of this kind. Raises ValueError if it is damaged."""
+    with opened(path, kind) as (header, tensors):
+        return Contents(dict(tensors), header.metadata)
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, kind: str) -> Iterator[tuple[Header, Iterator[tuple[str, Tensor]]]]:
+    """The header of a file of this kind, and its tensors, read and checked one after another."""
     with _open(path) as file:
         header = _header(path, file)
         if header.kind != kind:
             raise ValueError(f"{path} holds a {header.kind!r:.40}, not a {kind!r}")
-        tensors = {}
-        for name, entry in header.tensors.items():
-            start, end = entry["data_offsets"]
-            # Read, not memory-mapped: a file truncated in the meantime is an error, not a crash.
-            data = torch.empty(end - start, dtype=torch.uint8)
-            if file.readinto(_bytes(data)) != end - start:
-                raise _damage_error(path, f"it ends inside {name!r}")
-            if hashlib.sha256(_bytes(data)).hexdigest() != header.digests[name]:
-                raise _damage_error(path, f"the digest of {name!r} does not match")
-            tensors[name] = data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return Contents(tensors, header.metadata)
+        yield header, _tensors(path, file, header)
 
 
 def read_header(path: str | Path) -> Header:
@@ -301,9 +304,23 @@ def _header(path: str | Path, file: BufferedReader) -> Header:
         del header["__metadata__"]
         _check_layout(path, header, size - 8 - length)
         digests = {name: about["digests"][name] for name in header}
-        return Header(str(about["kind"]), dict(about["metadata"]), header, digests)
+        return Header(str(about["kind"]), dict(about["metadata"]), header, digests, seal)
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a givens file, or its header is damaged") from error
+
+
+def _tensors(
+    path: str | Path, file: BufferedReader, header: Header
+) -> Iterator[tuple[str, Tensor]]:
+    for name, entry in header.tensors.items():
+        start, end = entry["data_offsets"]
+        # Read, not memory-mapped: a file cut short meanwhile is an error, not a crash.
+        data = torch.empty(end - start, dtype=torch.uint8)
+        if file.readinto(_bytes(data)) != end - start:
+            raise _damage_error(path, f"it ends inside {name!r}")
+        if hashlib.sha256(_bytes(data)).hexdigest() != header.digests[name]:
+            raise _damage_error(path, f"the digest of {name!r} does not match")
+        yield name, data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def _parse(path: str | Path, text: bytes | str) -> Any:
