@@ -105,6 +105,12 @@ def decode_as_indexed(
     return torch.where(other[:, None], served, decoded)
 
 
+def mean_error(items: Float[Tensor, "m n"], decoded: Float[Tensor, "m n"]) -> float:
+    """The distortion: the mean squared L2 error of unit vectors."""
+    # By column first: a whole sum is cut up among as many threads as there are.
+    return float((items - decoded).square().sum(0, dtype=torch.float64).sum() / len(items))
+
+
 def compute_metrics(
     found: Int[Tensor, "b k"], held: HeldOut, catalogue: int, ks: tuple[int, ...] = KS
 ) -> dict[str, float]:
@@ -175,8 +181,9 @@ class Evaluator:
         row["recall"] = row["recall_full"]
         if state.joint:
             q = state.quantizer
-            row["recall"] = self.recall(users, q.decode(q.encode(items)))
-            row["distortion"] = q.distortion(items)
+            decoded = q.decode(state.codes or q.encode(items))
+            row["recall"] = self.recall(users, decoded)
+            row["distortion"] = mean_error(items, decoded)
             row["orthogonality"] = orthogonality_error(state.layer.rotation.matrix)
             row["perplexity"] = float(state.layer.perplexity.mean())
             row["dead"] = int(state.layer.dead.sum())
@@ -200,8 +207,9 @@ class Evaluator:
         state, m = self.state, self.state.log.catalogue
         held = self.examples.hold_out(state.log.test)
         users, items = state.towers.user(held.inputs), state.towers.item()
-        index = to_faiss(quantizer, items)
-        decoded = decode_as_indexed(index, items, quantizer.decode(quantizer.encode(items)))
+        codes = state.codes or quantizer.encode(items)
+        index = to_faiss(quantizer, items if state.codes is None else codes)
+        decoded = decode_as_indexed(index, items, quantizer.decode(codes))
         k = min(max(KS), m)
         rankings = {
             "index": search(index, users, held, k),
@@ -215,6 +223,8 @@ class Evaluator:
             name: compute_metrics(ranking.items, held, m) for name, ranking in rankings.items()
         }
         results["agreement"] = check_agreement(rankings["index"], rankings["decoded"])
-        results["distortion"] = quantizer.distortion(items)
+        results["distortion"] = mean_error(items, decoded)
+        # Of m: items that share their code are one to the index.
+        results["distinct"] = len(torch.unique(codes.fine, dim=0)) / m
         results["best_step"] = state.best.step
         return index, results
