@@ -1,10 +1,11 @@
 """The baselines of GCD, in the same form: a `Rotation` and an optimizer that learns it.
 
 Cayley and the matrix exponential rebuild W from a skew matrix at every forward pass; Procrustes
-follows the gradient off SO(n) and comes back by SVD; the penalty pulls W towards SO(n) and lets it
-leave; frozen leaves it alone.
+follows the gradient off SO(n) and comes back by SVD; POGO follows it and comes nearly back by a few
+products; the penalty pulls W towards SO(n) and lets it leave; frozen leaves it alone.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast, get_args
 
@@ -18,7 +19,7 @@ from givens.optim import GCD
 from givens.pairing import Pairing, Variant
 from givens.rotation import Rotation, determinant, nearest
 
-Method = Literal["gcd", "gcd-all", Variant, "cayley", "expm", "svd", "penalty", "frozen"]
+Method = Literal["gcd", "gcd-all", Variant, "cayley", "expm", "svd", "pogo", "penalty", "frozen"]
 
 
 def optimizer_for(rotation: Rotation, method: Method, lr: float, **options: Any) -> Optimizer:
@@ -28,7 +29,7 @@ def optimizer_for(rotation: Rotation, method: Method, lr: float, **options: Any)
     "gcd-greedy", "gcd-steepest" and the overlapping variants are the paper's: one pairing for a
     gradient, with one scale for the matrix. `options` go to the optimizer. "cayley" and "expm"
     parametrize the rotation's weight in place, around its current value; `rotation` is used as
-    before.
+    before. "pogo" needs the package pogo-torch.
     """
     if method not in get_args(Method):
         known = ", ".join(map(repr, get_args(Method)))
@@ -44,7 +45,7 @@ def optimizer_for(rotation: Rotation, method: Method, lr: float, **options: Any)
         mapped = Cayley if method == "cayley" else Exponential
         parametrize.register_parametrization(rotation, "weight", mapped(rotation.weight))
         return Adam(rotation.parameters(), lr, **options)
-    others = {"svd": Procrustes, "penalty": Penalty, "frozen": Frozen}
+    others: Any = {"svd": Procrustes, "penalty": Penalty, "pogo": make_pogo, "frozen": Frozen}
     return cast(Optimizer, others[method](rotation.parameters(), lr, **options))
 
 
@@ -121,6 +122,42 @@ class Penalty(Adam):
                     W.grad += 4 * group["weight"] * (W @ W.mT @ W - W)
         super().step()
         return loss
+
+
+def make_pogo(params: Iterable[Tensor], lr: float = 1e-3) -> Optimizer:
+    """POGO of the package pogo-torch with its VectorAdam: six n×n×n products.
+
+    W is only nearly orthogonal: a large step leaves SO(n), and the next ones come back. The package
+    counts steps in the parameter group, where a checkpoint would lose them, and fails after a first
+    gradient of zeros; here the count is in the state.
+    """
+    try:
+        # Its import compiles a function, by parts of torch that torch deprecates.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from pogo import POGO, base
+    except ImportError as error:
+        raise ImportError("the method pogo needs pogo-torch: pip install pogo-torch") from error
+
+    class Counted(POGO):  # type: ignore[misc]
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            loss = _evaluate(closure)
+            for group in self.param_groups:
+                (W,) = group["params"]
+                group["step"] = self.state[W].get("step", 0)
+            super().step()
+            for group in self.param_groups:
+                (W,), count = group["params"], group.pop("step")
+                if "exp_avg" in self.state[W]:
+                    self.state[W]["step"] = count
+            return loss
+
+    groups = [{"params": [W]} for W in params]
+    return cast(Optimizer, Counted(groups, base.VectorAdam(), lr, flatten_fn=_as_batch))
+
+
+def _as_batch(W: Tensor) -> Tensor:
+    return W[None]
 
 
 class Frozen(Optimizer):

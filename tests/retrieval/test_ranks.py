@@ -96,6 +96,8 @@ runs = {
     "hinge": {"steps": 20, "loss": "hinge", "negatives": 3, "batch": 8, "method": "gcd-random"},
     "hinge, all": {"steps": 20, "loss": "hinge", "method": "cayley", "fixed_items": True},
     "post-hoc": {"method": "post-hoc", "pool": "mean", "steps": 10},
+    "jpq": {"steps": 20, "method": "jpq", "coarse": 8, "negatives": 101},
+    "pogo": {"steps": 20, "method": "pogo"},
     "many items": {"steps": 20, "negatives": 101},
     "whole": {"warmup": 150, "steps": 50, "dim": 32, "subspaces": 8, "codewords": 64,
               "batch": 256, "every": 50},

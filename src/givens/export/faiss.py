@@ -43,7 +43,7 @@ from givens.export.parts import (
 )
 from givens.export.source import FAR, Source, check_ids, slice_rows
 from givens.export.stored import Stored, load_index, recording, save_index
-from givens.quantizer import Metric, Quantizer
+from givens.quantizer import Codes, Metric, Quantizer
 from givens.storage.given import as_vectors
 from givens.storage.vectors import chunks
 
@@ -83,8 +83,8 @@ def to_faiss(
 
     Args:
         q: the quantizer.
-        vectors: (N, n), in any form that `givens.fit` takes, streamed; None gives an empty index
-            that Faiss can add to.
+        vectors: (N, n), in any form that `givens.fit` takes, streamed; or their `Codes`, stored as
+            they are; None gives an empty index that Faiss can add to.
         kind: by default "ivfpq" with coarse centroids and "pq" without; the FastScan forms need 16
             codewords. "hnswpq" searches a graph of the codes, without coarse centroids; it does not
             support removal.
@@ -97,7 +97,9 @@ def to_faiss(
     index = empty_index(q, kind, refine=refine)
     if ids is not None and (q.coarse is None or refine):
         index = faiss.IndexIDMap2(index)
-    if vectors is not None:
+    if isinstance(vectors, Codes):
+        _add_given(index, q, vectors, ids)
+    elif vectors is not None:
         _add(
             index,
             q,
@@ -178,6 +180,21 @@ def _add_codes(index: Any, core: Any, q: Quantizer, source: Source) -> None:
         faiss.copy_array_to_vector(source.ids, index.id_map)
         index.construct_rev_map()
         faiss.downcast_index(index.index).ntotal = core.ntotal
+    index.ntotal = core.ntotal
+
+
+def _add_given(index: Any, q: Quantizer, codes: Codes, ids: npt.ArrayLike | None) -> None:
+    """Fill an index of kind "pq" or "ivfpq" with codes that are not to be found by encoding."""
+    core = core_of(index)
+    if type(core) not in (faiss.IndexPQ, faiss.IndexIVFPQ) or ids is not None:
+        raise ValueError("codes must go into an index of kind 'pq' or 'ivfpq', without ids")
+    q.decode(Codes(codes.fine[:1], None if codes.coarse is None else codes.coarse[:1]))
+    packed = pack_codes(codes.fine, core.pq.nbits)
+    if codes.coarse is not None:
+        # The number of a list in as few bytes as hold it, the lowest first.
+        lists = codes.coarse.cpu().numpy().astype("<i8")[:, None].view(np.uint8)
+        packed = np.hstack([lists[:, : core.coarse_code_size()], packed])
+    core.add_sa_codes(packed, np.arange(len(packed)))
     index.ntotal = core.ntotal
 
 

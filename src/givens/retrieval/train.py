@@ -111,7 +111,7 @@ def train(
 
         _learn(trainer, evaluator, config.warmup, keep, progress)
         # Without steps of the joint phase, the index stays as it starts.
-        has_index = config.steps > 0 or config.method != "post-hoc"
+        has_index = config.steps > 0 or not config.after
         if state.step == config.warmup and not state.joint and has_index:
             trainer.begin_joint()
             saver.save_start()
