@@ -26,9 +26,8 @@ from givens.kernels.gpu import grid, matching, nearest, planes, straight, turnin
 from givens.kernels.gpu import step as gpu
 from givens.options import options_for
 
-# Half of the interpreter's time: a check of integer overflow, whose result it drops outside of
-# debug mode, and triton.language patched anew by each call of a device function, where once a
-# module does.
+# Half of the interpreter's time goes into a check of integer overflow, whose result is dropped
+# outside of debug mode, and into patching triton.language at each call of a device function.
 builder = interpreter.interpreter_builder
 builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 patched = set()

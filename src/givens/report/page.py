@@ -1,6 +1,7 @@
 """The page: findings, a table, figures, and the runs' options and environments."""
 
 import datetime
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,10 +67,7 @@ def render_page(entries: list[Entry]) -> str:
         ("What the index gives", list(figures.draw_serving(entries))),
         ("Codewords and rotation", list(figures.draw_parts(entries))),
     )
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
-    )
-    return environment.from_string(_read_resource("page.html")).render(
+    return _load_template().render(
         entries=entries,
         style=Markup(_read_resource("page.css")),
         logs=logs,
@@ -85,6 +83,14 @@ def render_page(entries: list[Entry]) -> str:
 
 def _read_resource(name: str) -> str:
     return resources.files("givens.report").joinpath(name).read_text("utf-8")
+
+
+@functools.cache
+def _load_template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    return environment.from_string(_read_resource("page.html"))
 
 
 def _list_cautions(entries: list[Entry], logs: list[str]) -> list[str]:
