@@ -11,10 +11,20 @@ not in the `bench` extra, since each of its versions takes one version of torch:
         torchmetrics==1.0.3 lightning-utilities pyre-extensions typing-inspect mypy-extensions \
         iopath portalocker cloudpickle orjson
     PYTHONPATH=EXTRA python benchmarks/tables.py engines …
+
+    python benchmarks/tables.py optimizers --json results/tables-optimizers.json
+
+The same run with `RowWise` and with torch's SparseAdam, which keeps two numbers for each number.
+
+    python benchmarks/tables.py large --items 20000000 --json results/tables-large.json
+
+Four ranks train on tables that one process of their memory cannot have, encode all items and write
+one index, which is then searched; and that one process, as it is refused.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -27,6 +37,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -258,18 +269,147 @@ def engines(options: argparse.Namespace) -> Rows:
     return [{**row, "dim": DIM, "ids": IDS, **environment("cpu", PACKAGES)} for row in rows]
 
 
+def optimizers(options: argparse.Namespace) -> Rows:
+    """Recall after the same steps by both optimizers."""
+    from givens.retrieval import state as states
+    from givens.retrieval.config import Config
+    from givens.retrieval.data import click_log
+    from givens.retrieval.train import train
+
+    class Sparse(torch.optim.SparseAdam):
+        """What a state keeps of rows must have as many rows."""
+
+        def step(self, closure: Any = None) -> None:
+            for state in self.state.values():
+                state["step"] = int(state["step"][0])
+            super().step()
+            for table, state in self.state.items():
+                state["step"] = torch.full((len(table),), state["step"])
+
+    known = {"row-wise": RowWise, "SparseAdam": Sparse}
+    rows = []
+    for seed, (name, optimizer) in itertools.product(range(options.seeds), known.items()):
+        states.RowWise = optimizer
+        log = click_log(8000, 60_000, 400_000, drift=0.0, seed=seed)
+        config = Config(
+            dim=64, subspaces=8, codewords=64, history=50, batch=512, negatives=1024, lr=2e-2,
+            joint_lr=5e-3, temperature=0.1, warmup=300, steps=200, every=100, sample=8192,
+            iterations=20, weight=1.0, seed=seed,
+        )  # fmt: skip
+        began = time.perf_counter()
+        done = train(log, config)
+        row = {
+            "optimizer": name,
+            "seed": seed,
+            "items": log.catalogue,
+            "recall_full": done.results["full"]["recall@100"],
+            "recall_index": done.results["index"]["recall@100"],
+            "validation": [one["recall"] for one in done.rows],
+            "numbers_of_a_row": 2 if name == "row-wise" else 2 * config.dim,
+            "seconds": time.perf_counter() - began,
+        }
+        print(row, flush=True)
+        rows.append(row)
+    return [{**row, **environment("cpu", PACKAGES)} for row in rows]
+
+
+def run_large(world: int, items: int, folder: Path, store: str) -> None:
+    """A rank of the large run, or one process alone within so many bytes."""
+    from givens.export.faiss import load_index
+    from givens.retrieval.config import Config
+    from givens.retrieval.data import Log
+    from givens.retrieval.train import train
+
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    log = Log(**np.load(folder / "log.npz"), name="built-in", catalogue=items)
+    config = Config(
+        dim=DIM, subspaces=8, codewords=256, coarse=256, history=20, batch=1024, negatives=1024,
+        lr=2e-2, joint_lr=5e-3, temperature=0.1, weight=1.0, warmup=20, steps=20, every=20,
+        sample=16_384, iterations=5,
+    )  # fmt: skip
+    idle, times = peak_bytes(), []
+
+    def count(step: int) -> None:
+        times.append((step, time.perf_counter()))
+
+    began = time.perf_counter()
+    done = train(log, config, folder / "run", progress=count)
+    spent = time.perf_counter() - began
+    peaks = distributed.from_all(peak_bytes)
+    if rank:
+        dist.barrier()
+        os._exit(0)
+    steps = [(b, t - s) for (a, s), (b, t) in itertools.pairwise(times)]
+    index = load_index(folder / "run" / "index.faiss").index
+    queries = torch.nn.functional.normalize(torch.randn(100, DIM)).numpy()
+    since = time.perf_counter()
+    index.search(queries, 100)
+    row = {
+        "step_seconds": statistics.median(t for b, t in steps if b <= 20),
+        "joint_step_seconds": statistics.median(t for b, t in steps if b > 22),
+        "seconds": spent,
+        "idle_bytes": idle,
+        "peak_bytes": peaks,
+        "table_bytes": [4 * DIM * 2 * count for count in distributed.sizes(items)],
+        "indexed": index.ntotal,
+        "index_bytes": (folder / "run" / "index.faiss").stat().st_size,
+        "search_seconds": time.perf_counter() - since,
+        "agreement": done.results["agreement"],
+        "distortion": done.results["distortion"],
+        "losses": [one.get("loss") for one in done.rows],
+    }
+    (folder / "row.json").write_text(json.dumps(row))
+    if world > 1:
+        dist.barrier()
+    os._exit(0)
+
+
+def large(options: argparse.Namespace) -> Rows:
+    """The large run on ranks, and its refusal to one process of the memory of two ranks."""
+    from givens.retrieval.data import click_log
+
+    (items,), world = options.items, max(options.ranks)
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        log = click_log(1000, items, 200_000, drift=0.0)
+        parts = ("starts", "items", "times", "train", "valid", "test")
+        np.savez(folder / "log.npz", **{part: getattr(log, part) for part in parts})
+        start(world, ["large", str(world), str(items), name])
+        row = json.loads((folder / "row.json").read_text())
+        limit = 2 * max(row["peak_bytes"])
+        command = [sys.executable, __file__, "large", "1", str(items), name, "-"]
+        alone = subprocess.run(
+            ["bash", "-c", 'ulimit -v "$0"; exec "$@"', str(limit // 1024), *command],
+            env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    row |= {"limit_bytes": limit, "refusal": alone.stderr.strip().splitlines()[-1]}
+    print(json.dumps(row, indent=1))
+    return [{"items": items, "dim": DIM, "ranks": world, **row, **environment("cpu", PACKAGES)}]
+
+
 def main() -> None:
     """Measure, print, write rows."""
     if sys.argv[1] == "rank":
         run_rank(sys.argv[2], int(sys.argv[3]), sys.argv[5], sys.argv[4])
+    if sys.argv[1] == "large" and sys.argv[2].isdigit():
+        run_large(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])
+    what = {"engines": engines, "optimizers": optimizers, "large": large}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["engines"])
+    parser.add_argument("what", choices=what)
     parser.add_argument("--engines", nargs="+", default=ENGINES, choices=ENGINES)
     parser.add_argument("--items", nargs="+", type=int, default=[200_000, 2_000_000])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="for the tables' files: 4 times their size")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = {"engines": engines}[options.what](options)
+    rows = what[options.what](options)
     if options.json:
         write(options.json, rows)
 

@@ -161,10 +161,15 @@ def decode_as_indexed(
     return torch.where(other[:, None], served, decoded)
 
 
-def mean_error(items: Float[Tensor, "m n"], decoded: Float[Tensor, "m n"]) -> float:
-    """The distortion: the mean squared L2 error of unit vectors."""
+def sum_errors(items: Float[Tensor, "m n"], decoded: Float[Tensor, "m n"]) -> float:
+    """The squared L2 errors of items."""
     # By column first: a whole sum is cut up among as many threads as there are.
-    return float((items - decoded).square().sum(0, dtype=torch.float64).sum() / len(items))
+    return float((items - decoded).square().sum(0, dtype=torch.float64).sum())
+
+
+def mean_error(errors: list[float], catalogue: int) -> float:
+    """The distortion of a catalogue: the mean of the errors that ranks have summed."""
+    return math.fsum(distributed.from_all(lambda: math.fsum(errors))) / catalogue
 
 
 def hash_codes(codes: Codes) -> Int[Tensor, " N"]:
@@ -177,6 +182,18 @@ def hash_codes(codes: Codes) -> Int[Tensor, " N"]:
     # Odd, so that no bit of a column is lost; sums wrap around.
     odd = torch.randint(span.min, span.max, (columns.shape[1],), generator=generator) | 1
     return (columns * odd.to(columns.device)).sum(1)
+
+
+def count_distinct(hashes: list[Int[Tensor, " m"]]) -> int:
+    """The number of different hashes on all ranks."""
+    mine = torch.unique(torch.cat(hashes))
+    # Equal ones meet on one rank.
+    owner = mine % distributed.count()
+    sent = torch.bincount(owner, minlength=distributed.count())
+    ones = [1] * len(sent)
+    came: list[int] = distributed.exchange(sent, ones, ones).tolist()
+    met = distributed.exchange(mine[owner.argsort(stable=True)], sent.tolist(), came)
+    return sum(distributed.from_all(lambda: len(torch.unique(met))))
 
 
 def compute_metrics(
@@ -245,13 +262,11 @@ class Evaluator:
             retrieval, distortion = torch.stack(losses).double().mean(0).tolist()
             row["loss"] = retrieval + state.config.weight * distortion
             row["retrieval"] = retrieval
-        users, part = state.towers.user(self.valid.inputs), state.towers.part()
-        row["recall_full"] = self.recall(users, part, None)
-        row["recall"] = row["recall_full"]
+        q = state.quantizer if state.joint else None
+        recalls, distortion = self.recall(q)
+        row["recall_full"], row["recall"] = recalls[0], recalls[-1]
         if state.joint:
-            q = state.quantizer
-            row["recall"] = self.recall(users, part, q)
-            row["distortion"] = self.distortion(part, q)
+            row["distortion"] = distortion
             row["orthogonality"] = orthogonality_error(state.layer.rotation.matrix)
             row["perplexity"] = float(state.layer.perplexity.mean())
             row["dead"] = int(state.layer.dead.sum())
@@ -260,47 +275,34 @@ class Evaluator:
             row["angle"] = float((R - state.marked).norm()) / math.sqrt(len(R))
         return row
 
-    def recall(self, users: Tensor, part: Part, q: Quantizer | None) -> float:
+    def recall(self, q: Quantizer | None) -> tuple[list[float], float]:
         """recall@100 of the validation users by exact search, or of fewer in a small catalogue.
 
-        Among items as they are, or as a quantizer decodes them.
+        Among items as they are and, with a quantizer, as it decodes them; and its distortion.
         """
         m = self.state.log.catalogue
         k = min(K, max(1, m // PART))
-        rankings = []
+        users, part = self.state.towers.user(self.valid.inputs), self.state.towers.part()
+        rankings: list[list[Ranking]] = [[]] if q is None else [[], []]
+        errors = []
         for at, items in part.blocks():
-            decoded = items if q is None else q.decode(self.codes(q, part, at, len(items)))
-            where = {"first": part.first + at, "catalogue": m}
-            rankings.append(search_exact(users, decoded, self.valid, k, **where))
-        found = merge(rankings, k).items
-        return compute_metrics(found, self.valid, m, (k,))[f"recall@{k}"]
+            both = [items]
+            if q is not None:
+                both.append(q.decode(self.encode(q, items, part.first + at)))
+                errors.append(sum_errors(*both))
+            for parts, vectors in zip(rankings, both, strict=True):
+                where = {"first": part.first + at, "catalogue": m}
+                parts.append(search_exact(users, vectors, self.valid, k, **where))
+        found = [merge(parts, k).items for parts in rankings]
+        recalls = [compute_metrics(one, self.valid, m, (k,))[f"recall@{k}"] for one in found]
+        return recalls, mean_error(errors, m)
 
-    def codes(self, q: Quantizer, part: Part, at: int, count: int) -> Codes:
-        """The codes of so many items from place `at` of a part: the fixed ones, if there are."""
-        fixed, rows = self.state.codes, slice(part.first + at, part.first + at + count)
+    def encode(self, q: Quantizer, items: Float[Tensor, "m n"] | Part, first: int) -> Codes:
+        """The codes of items from number `first` on: those that training keeps fixed, if any."""
+        fixed, rows = self.state.codes, slice(first, first + len(items))
         if fixed is None:
-            return q.encode(part[at : at + count])
+            return q.encode(items)
         return Codes(fixed.fine[rows], None if fixed.coarse is None else fixed.coarse[rows])
-
-    def distortion(self, part: Part, q: Quantizer) -> float:
-        """The mean squared error of all items."""
-        total = 0.0
-        for at, items in part.blocks():
-            decoded = q.decode(self.codes(q, part, at, len(items)))
-            total += mean_error(items, decoded) * (len(items) / self.state.log.catalogue)
-        return math.fsum(distributed.from_all(lambda: total))
-
-    def count_distinct(self, part: Part, q: Quantizer) -> int:
-        """The number of different codes: items that share one are the same to the index."""
-        hashes = [hash_codes(self.codes(q, part, at, len(items))) for at, items in part.blocks()]
-        mine = torch.unique(torch.cat(hashes))
-        # Equal ones meet on one rank, each rank has a range of them.
-        owner = mine % distributed.count()
-        sent = torch.bincount(owner, minlength=distributed.count())
-        ones = [1] * len(sent)
-        came: list[int] = distributed.exchange(sent, ones, ones).tolist()
-        met = distributed.exchange(mine[owner.argsort(stable=True)], sent.tolist(), came)
-        return sum(distributed.from_all(lambda: len(torch.unique(met))))
 
     @torch.no_grad()
     def test(self, quantizer: Quantizer) -> tuple[Any, dict[str, Any]]:
@@ -313,7 +315,7 @@ class Evaluator:
         state, m = self.state, self.state.log.catalogue
         held = self.examples.hold_out(state.log.test)
         users, part = state.towers.user(held.inputs), state.towers.part()
-        fixed = self.codes(quantizer, part, 0, len(part)) if state.codes else None
+        fixed = state.codes and self.encode(quantizer, part, part.first)
         index = to_faiss(quantizer, fixed or part)
         k = min(max(KS), m)
         found: dict[str, list[Ranking]] = {
@@ -322,9 +324,13 @@ class Evaluator:
             "full": [],
             "popularity": [],
         }
+        errors, hashes = [], []
         for at, items in part.blocks():
             first = part.first + at
-            decoded = quantizer.decode(self.codes(quantizer, part, at, len(items)))
+            codes = self.encode(quantizer, items, first)
+            decoded = quantizer.decode(codes)
+            errors.append(sum_errors(items, decoded))
+            hashes.append(hash_codes(codes))
             popular = self.examples.popularity[first : first + len(items), None]
             for name, vectors in (
                 ("decoded", decode_as_indexed(index, items, decoded, at)),
@@ -339,7 +345,8 @@ class Evaluator:
             name: compute_metrics(ranking.items, held, m) for name, ranking in rankings.items()
         }
         results["agreement"] = check_agreement(rankings["index"], rankings["decoded"])
-        results["distortion"] = self.distortion(part, quantizer)
-        results["distinct"] = self.count_distinct(part, quantizer) / m
+        results["distortion"] = mean_error(errors, m)
+        # Items that share a code are the same to the index.
+        results["distinct"] = count_distinct(hashes) / m
         results["best_step"] = state.best.step
         return index, results

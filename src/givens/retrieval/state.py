@@ -139,13 +139,16 @@ class State:
     def load_parts(self, parts: Mapping[str, Tensor]) -> None:
         """Overwrite the towers, the layer and fixed codes by the parts of these names.
 
-        Split tables may be among them, as this rank's rows, or are left as they are.
+        Split tables may be among them, whole or as this rank's rows, or are left as they are.
         """
         whole = {**self.columns(learning=False), **parts}
         if "codes.fine" in parts:
             coarse = parts.get("codes.coarse")
             coarse = None if coarse is None else coarse.to(self.device)
             self.codes = Codes(parts["codes.fine"].to(self.device), coarse)
+        for name, table in self.tables.items():
+            if len(rows := whole[f"{name}.weight"]) == table.num_embeddings:
+                whole[f"{name}.weight"] = rows[table.range]
         for name, module in (("towers.", self.towers), ("layer.", self.layer)):
             if any(key.startswith(name) for key in parts):
                 mine = {k.removeprefix(name): v for k, v in whole.items() if k.startswith(name)}
