@@ -27,7 +27,7 @@ from typing import Any
 from givens.paper.rows import environment, write
 
 PACKAGES = ("torch", "numba", "numpy", "pyarrow")
-BATCH, HISTORY, DRAWS, STEPS = 4096, 100, 3000, 30
+BATCH, HISTORY, DRAWS, STEPS = 4096, 100, 1500, 10
 
 
 def peak() -> int:
