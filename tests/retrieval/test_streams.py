@@ -284,7 +284,7 @@ def clicks(tmp_path_factory):
 def test_it_learns_as_from_the_log_in_memory(clicks):
     whole = pq.read_table(clicks)
     memory = in_memory({what: whole[what].to_numpy() for what in ("user", "item")})
-    config = dataclasses.replace(SMALL, warmup=150, steps=10, dim=32, batch=256, every=50)
+    config = dataclasses.replace(SMALL, warmup=250, steps=0, dim=32, batch=256, every=50)
     found = [train(log, config).results for log in (memory, read(clicks))]
     kept, streamed = (results["full"]["recall@100"] for results in found)
     assert streamed == pytest.approx(kept, abs=0.03)
@@ -404,6 +404,8 @@ def test_users_that_are_not_together_are_sorted_first(tmp_path, monkeypatch, nam
     monkeypatch.setattr(streamed, "group_users", None)
     again = read(folder, folder=tmp_path / "run", tell=told.append)
     assert again.fingerprint == log.fingerprint
+    assert read(folder, folder=tmp_path / "run", min_rating=1.0, tell=told.append).clicks == 1500
+    read(folder, folder=tmp_path / "run")
     assert len(told) == 1
     monkeypatch.undo()
     (tmp_path / "run" / "log" / "000000.parquet").unlink()

@@ -143,18 +143,23 @@ def _survey_once(
 ) -> None:
     """Survey the files, unless that was done and they are as they were."""
     kept, stamps = folder / FILE, _stamp(source)
+    grouped: dict[str, list[int]] = {}
     if kept.exists():
         about = files.read_header(kept).metadata
-        if about["rules"] == rules:
-            now = {"stamps": stamps}
-            if about["grouped"]:
-                now["grouped"] = _stamp_folder(folder / FOLDER)
-            if about["stamped"] == _digest(now):
+        now = {"stamps": stamps}
+        if about["grouped"]:
+            now["grouped"] = _stamp_folder(folder / FOLDER)
+        if about["stamped"] == _digest(now):
+            if about["rules"] == rules:
                 return
+            # By other rules, but sorted already.
+            grouped = now.get("grouped", {})
+        elif about["rules"] == rules:
             changed = _find_change(_read_stamps(kept), stamps) or str(folder / FOLDER)
             tell(f"{changed} has changed since {kept} was written: the log is read again")
-    grouped: dict[str, list[int]] = {}
     try:
+        if grouped:
+            source = Source(folder / FOLDER, source.title)
         parts, about = survey(source, progress, **rules)
     except NotTogetherError as error:
         rows = int(source.groups[:, 2].sum())

@@ -23,7 +23,7 @@ from givens import distributed
 from givens.retrieval.batches import SEED_STRIDE, Examples, Inputs
 from givens.retrieval.parquet import join
 from givens.retrieval.streamed import StreamedLog
-from givens.retrieval.survey import Numbers, find_good
+from givens.retrieval.survey import Numbers, find_good, is_among
 
 # Streams of an epoch, unless a batch or the log has fewer examples.
 STREAMS = 16
@@ -206,7 +206,7 @@ class Reader:
         good = find_good(clicks, log.selection.min_rating)
         counts = np.add.reduceat(good, begin, dtype=np.int64) if len(clicks) else begin[:0]
         trained = counts >= log.selection.min_items
-        trained &= ~np.isin(clicks.user[begin], log.held)
+        trained &= ~is_among(clicks.user[begin], log.held)
         kept = good & np.repeat(trained, np.diff(np.append(begin, len(clicks))))
         items = self.numbers.find(clicks.item[kept])
         starts = np.concatenate([[0], np.cumsum(counts[trained])])

@@ -301,9 +301,9 @@ class Survey:
 
     def _check_together(self, users: NDArray[np.int64], group: int) -> None:
         """Find users that come again in a group, or of the first group: the others at the end."""
-        again = len(np.unique(users)) < len(users)
-        again = again or bool(self.seen and np.isin(users, self.seen[0]).any())
-        if again:
+        ordered = np.sort(users)
+        again = bool((ordered[1:] == ordered[:-1]).any())
+        if again or (self.seen and is_among(users, np.sort(self.seen[0])).any()):
             raise self._not_together(f"one comes again in {self.source.name(group)}")
         self.seen.append(users)
 
@@ -312,6 +312,12 @@ class Survey:
             f"{self.source.path} must have the rows of a user together, but {where}; sort the log "
             "by user and time"
         )
+
+
+def is_among(keys: Int[np.ndarray, " n"], ordered: Int[np.ndarray, " m"]) -> Bool[np.ndarray, " n"]:
+    """Which keys are among others, which are in order; at least one."""
+    at = np.searchsorted(ordered, keys)
+    return np.asarray(ordered[np.minimum(at, len(ordered) - 1)] == keys)
 
 
 def find_good(clicks: Clicks, min_rating: float) -> Bool[np.ndarray, " rows"]:
