@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from givens import distributed
-from givens.quantizer import Quantizer
+from givens.quantizer import Codes, Quantizer
 from givens.retrieval.batches import Examples, HeldOut
 from givens.retrieval.state import Best, Row, State
 from givens.retrieval.trainer import check_finite
@@ -109,6 +109,14 @@ def mean_error(items: Float[Tensor, "m n"], decoded: Float[Tensor, "m n"]) -> fl
     """The distortion: the mean squared L2 error of unit vectors."""
     # By column first: a whole sum is cut up among as many threads as there are.
     return float((items - decoded).square().sum(0, dtype=torch.float64).sum() / len(items))
+
+
+def share_distinct(codes: Codes) -> float:
+    """How many codes there are for each item: those that share one are one to the index."""
+    parts = (
+        codes.fine if codes.coarse is None else torch.cat([codes.fine, codes.coarse[:, None]], 1)
+    )
+    return len(torch.unique(parts, dim=0)) / len(codes)
 
 
 def compute_metrics(
@@ -224,7 +232,6 @@ class Evaluator:
         }
         results["agreement"] = check_agreement(rankings["index"], rankings["decoded"])
         results["distortion"] = mean_error(items, decoded)
-        # Of m: items that share their code are one to the index.
-        results["distinct"] = len(torch.unique(codes.fine, dim=0)) / m
+        results["distinct"] = share_distinct(codes)
         results["best_step"] = state.best.step
         return index, results

@@ -26,7 +26,7 @@ from givens.retrieval import checkpoint
 from givens.retrieval.batches import Examples
 from givens.retrieval.config import Config
 from givens.retrieval.data import Log
-from givens.retrieval.evaluate import Evaluator
+from givens.retrieval.evaluate import Evaluator, share_distinct
 from givens.retrieval.state import Row, State
 from givens.retrieval.towers import Towers
 from givens.retrieval.trainer import Trainer
@@ -130,6 +130,29 @@ def warm_up(
     state = State(log, config, device)
     _learn(*_prepare(state), config.warmup, tell)
     return {name: part for name, part in state.best.parts.items() if name.startswith("towers.")}
+
+
+def explore(
+    log: Log,
+    config: Config,
+    towers: dict[str, Tensor],
+    *,
+    start: Quantizer | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[list[Row], Quantizer | None]:
+    """Run the last two phases for the validation users alone: their rows, and the start."""
+    state = State(log, config, device, blank=True)
+    state.start = start
+    state.skip_warm_up(towers)
+    trainer, evaluator = _prepare(state)
+    trainer.begin_joint()
+    evaluator.evaluate(trainer.take_losses())
+    _learn(trainer, evaluator, config.total, ignore)
+    if state.joint:
+        with torch.no_grad():
+            codes = state.codes or state.quantizer.encode(state.towers.item())
+        state.rows[-1]["distinct"] = share_distinct(codes)
+    return state.rows, state.start
 
 
 def _prepare(state: State) -> tuple[Trainer, Evaluator]:
