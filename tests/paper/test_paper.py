@@ -174,7 +174,7 @@ def test_when_has_every_case(tmp_path, monkeypatch):
     args = ["paper", "when", "--smoke", "-o", str(tmp_path), "--steps", "2", "--warmup", "4"]
     run = CliRunner().invoke(app, [*args, "--angle", "0.02"])
     assert run.exit_code == 0, run.exception or run.output
-    measured = rows.read(tmp_path / "when-small.json")
+    measured = rows.read(tmp_path / "small-when.json")
     assert {row["config"]["angle"] for row in measured if row["method"] == "gcd"} == {0.02}
     cases = {(row["kind"], row["fixed"], row["start"], row["method"]) for row in measured}
     assert len(cases) == 3 * 2 * 2 * 2
@@ -182,14 +182,14 @@ def test_when_has_every_case(tmp_path, monkeypatch):
     assert {row["config"]["stream"] for row in measured if row["kind"] == "drifting"} == {True}
     # Where items are fixed, their distortion is that of the warm-up's items; starts differ.
     assert "standing log, items fixed, from random, 2 bytes: recall@100 points" in run.output
-    assert (tmp_path / "when-small.png").stat().st_size > 10_000
+    assert (tmp_path / "small-when.png").stat().st_size > 10_000
 
 
 def test_a_stream_is_refreshed_in_four_ways(tmp_path):
     args = ["paper", "stream", "--smoke", "-o", str(tmp_path), "--angle", "0.02", "--seeds", "1"]
     run = CliRunner().invoke(app, args)
     assert run.exit_code == 0, run.exception or run.output
-    measured = rows.read(tmp_path / "stream-small.json")
+    measured = rows.read(tmp_path / "small-stream.json")
     assert [row["way"] for row in measured] == list(stream.WAYS)
     for row in measured:
         # The last step has no time after it.
@@ -200,7 +200,7 @@ def test_a_stream_is_refreshed_in_four_ways(tmp_path):
     # A refit renames codewords, so that nearly every code is another one.
     assert min(by_way["refit"]["rewritten"]) > 0.5 > max(by_way["kept"]["rewritten"])
     assert by_way["refit"]["fitting"][0] > 10 * by_way["kept"]["fitting"][0]
-    lines = (tmp_path / "stream-small.md").read_text().splitlines()
+    lines = (tmp_path / "small-stream.md").read_text().splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == list(stream.WAYS.values())
     monkey = CliRunner().invoke(app, [*args, "--steps", "5"])
     assert "steps must be more than every=5 for a refresh, but got 5" in str(monkey.exception)

@@ -173,16 +173,17 @@ def fig3(
     log = log_for(data, smoke=smoke, size=size)  # type: ignore[arg-type]
     options = {"dim": dim, "warmup": warmup, "steps": steps}
     configs = _configs(log, (fig3.BYTES,), 1 if seeds is None else seeds, smoke, size, **options)
-    place, name = out.check_device(device).type, _name_log(log, size)
-    _prepare(output, (f"joint-{name}.json", f"rates-{name}.json", f"fig3-{name}.png"), data)
+    place = out.check_device(device).type
+    joint, found, shown = (_name(kind, size, log) for kind in ("joint", "rates", "fig3"))
+    _prepare(output, (f"{joint}.json", f"{found}.json", f"{shown}.png"), data)
     with out.progress("runs") as bar:
         bar.start(len(configs) * (len(chosen) + 1))
         tell = _make_teller(bar)
-        runs = Runs(output / f"joint-{name}.json", place, tell)
-        hidden = Runs(output / f"rates-{name}.json", place, typer.echo)
+        runs = Runs(output / f"{joint}.json", place, tell)
+        hidden = Runs(output / f"{found}.json", place, typer.echo)
         rates = _choose_rates(hidden, log, configs[:1], chosen, angle)
         rows = fig3.run(runs, log, configs, rates[configs[0].bytes])
-    picture = output / f"fig3-{name}.png"
+    picture = output / f"{shown}.png"
     for line in fig3.plot(pyplot, rows, picture):
         typer.echo(line)
     typer.echo(f"{picture}: look at it; a rerun continues from {runs.path}")
@@ -213,16 +214,17 @@ def table1(
     count = (2 if smoke else SEEDS) if seeds is None else seeds
     options = {"dim": dim, "coarse": coarse, "warmup": warmup, "steps": steps}
     configs = _configs(log, bytes_of_codes, count, smoke, size, **options)
-    place, name = out.check_device(device).type, _name_log(log, size)
-    table = f"table1-{name}{f'-coarse-{coarse}' if coarse else ''}.md"
-    _prepare(output, (f"joint-{name}.json", f"rates-{name}.json", table), data)
+    place = out.check_device(device).type
+    joint, found, table = (_name(kind, size, log) for kind in ("joint", "rates", "table1"))
+    table += f"-coarse-{coarse}.md" if coarse else ".md"
+    _prepare(output, (f"{joint}.json", f"{found}.json", table), data)
     with out.progress("runs") as bar:
         bar.start(len(configs) * len(chosen))
         tell = _make_teller(bar)
-        hidden = Runs(output / f"rates-{name}.json", place, typer.echo)
+        hidden = Runs(output / f"{found}.json", place, typer.echo)
         first = [config for config in configs if config.seed == configs[0].seed]
         rates = _choose_rates(hidden, log, first, chosen, angle)
-        runs = Runs(output / f"joint-{name}.json", place, tell)
+        runs = Runs(output / f"{joint}.json", place, tell)
         more = 0 if smoke or seeds is not None else MORE
         table1.run(runs, log, configs, rates, more=more)
     written = output / table
@@ -255,12 +257,12 @@ def when(
     log = made[when.KINDS[0]]
     configs = _configs(log, _parse_sizes(sizes, "--sizes"), count, smoke, size, **options)
     place = out.check_device(device).type
-    name = f"when-{_name_log(log, size)}" if data else f"when{_end(size)}"
-    _prepare(output, (f"{name}.json", f"{name}.png", f"rates-{name}.json"), data)
+    name, found = (_name(kind, size, log if data else None) for kind in ("when", "rates-when"))
+    _prepare(output, (f"{name}.json", f"{name}.png", f"{found}.json"), data)
     with out.progress("runs") as bar:
         bar.start(len(configs) * len(made) * 4 * len(when.STARTS))
         tell = _make_teller(bar)
-        hidden = Runs(output / f"rates-{name}.json", place, typer.echo)
+        hidden = Runs(output / f"{found}.json", place, typer.echo)
         runs = Runs(output / f"{name}.json", place, tell)
         rows = when.run(runs, hidden, made, configs, angle)
     picture = output / f"{name}.png"
@@ -291,11 +293,11 @@ def stream(
     made = _configs(log, (subspaces,), count, smoke, size, every=5 if smoke else every, **options)
     configs = [stream.configure(config) for config in made]
     place = out.check_device(device).type
-    name = f"stream-{_name_log(log, size)}" if data else f"stream{_end(size)}"
-    _prepare(output, (f"{name}.json", f"{name}.png", f"{name}.md", f"rates-{name}.json"), data)
+    name, found = (_name(kind, size, log if data else None) for kind in ("stream", "rates-stream"))
+    _prepare(output, (f"{name}.json", f"{name}.png", f"{name}.md", f"{found}.json"), data)
     with out.progress("runs") as bar:
         bar.start(len(configs) * len(stream.WAYS))
-        hidden = Runs(output / f"rates-{name}.json", place, typer.echo)
+        hidden = Runs(output / f"{found}.json", place, typer.echo)
         runs = Runs(output / f"{name}.json", place, _make_teller(bar))
         rows = stream.run(runs, hidden, log, configs, angle)
     picture, written = output / f"{name}.png", output / f"{name}.md"
@@ -323,15 +325,12 @@ def _choose_rates(
     return chosen
 
 
-def _name_log(log: Any, size: str) -> str:
-    """Of a log's files; what is not as large as it may be says so."""
+def _name(kind: str, size: str, log: Any) -> str:
+    """Of a file, by its log unless that is the built-in one; a small run says so first."""
     from givens.paper.joint import slug
 
-    return f"{slug(log.name)}{_end(size)}"
-
-
-def _end(size: str) -> str:
-    return "" if size == "large" else f"-{size}"
+    parts = ([] if size == "large" else [size], [kind], [slug(log.name)] if log else [])
+    return "-".join(part for some in parts for part in some)
 
 
 def _prepare(output: Path, names: tuple[str, ...], source: Path | None = None) -> None:
