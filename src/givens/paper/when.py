@@ -102,19 +102,20 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     """A field for each case: how much learning R changes recall and distortion, at what p."""
     rows = latest(rows)
     sizes = sorted({row["bytes"] for row in rows})
-    columns = len(sizes)
-    figure, panels = pyplot.subplots(2, columns, figsize=(4.4 * columns + 1.2, 6.4), squeeze=False)
-    for axes, (value, told) in zip(panels, _VALUES.items(), strict=True):
+    figure, panels = pyplot.subplots(len(sizes), 2, figsize=(10, 3 * len(sizes) + 0.5),
+                                     squeeze=False)  # fmt: skip
+    for column, (value, told) in enumerate(_VALUES.items()):
         tests = corrected(rows, value)
-        for size, panel in zip(sizes, axes, strict=True):
+        for size, panel in zip(sizes, panels[:, column], strict=True):
             fields = [case for case in tests if case[3] == size]
             _fill(panel, {case: (effect(rows, case, value), tests[case]) for case in fields}, value)
-            title = told if len(sizes) == 1 else f"{told}, {size} bytes"
-            panel.set_title(title, fontsize=10)
+            panel.set_title(told if len(sizes) == 1 else f"{told}, {size} bytes", fontsize=10)
     config = rows[0]["config"]
     caption = f"Learned against frozen R, means; p by seed, after Holm. n = {config['dim']}"
-    caption += f"{f', {sizes[0]} bytes' if columns == 1 else ''}, {setting(rows)}"
-    figure.suptitle("Where does learning R pay? Green: yes · grey: not shown · red: it costs")
+    caption += f"{f', {sizes[0]} bytes' if len(sizes) == 1 else ''}, {setting(rows)}"
+    figure.suptitle(
+        "Where does learning R pay? Green: yes, grey: not shown, red: it costs", size=11
+    )
     save_picture(pyplot, figure, caption, path)
     return claims(rows)
 
@@ -134,7 +135,9 @@ def _fill(panel: Any, fields: dict[Case, tuple[float, float]], value: Value) -> 
         chance = "p = –" if math.isnan(p) else f"p = {p:.2g}"
         panel.text(x + 0.5, y + 0.72, chance, ha="center", va="center", fontsize=7.5)
     panel.set(xlim=(0, len(STARTS)), ylim=(len(lines), 0))
-    panel.set_xticks([x + 0.5 for x in range(len(STARTS))], ["OPQ", "identity", "random"])
+    panel.set_xticks(
+        [x + 0.5 for x in range(len(STARTS))], ["from OPQ", "from identity", "from random"]
+    )
     names = [f"{NAMES.get(kind, kind)}, {NAMES[fixed]}" for kind, fixed in lines]
     panel.set_yticks([y + 0.5 for y in range(len(lines))], names, fontsize=8)
     panel.tick_params(length=0)
@@ -178,7 +181,7 @@ def claims(rows: Rows) -> list[str]:
 
 
 def _from_identity(rows: Rows, *, fixed: bool, size: int) -> list[str]:
-    kind = next(row["kind"] for row in rows)
+    kind = next(kind for kind, *_ in corrected(rows, distortion))
     ends = [_of(rows, (kind, fixed, start, size), True) for start in ("opq", "identity")]
     if not all(ends):
         return []
@@ -191,8 +194,10 @@ def _from_identity(rows: Rows, *, fixed: bool, size: int) -> list[str]:
 
 def corrected(rows: Rows, value: Value) -> dict[Case, float]:
     """The p-value of each case, seed by seed, after Holm's correction for all of them."""
-    cases = dict.fromkeys(
-        (row["kind"], row["fixed"], row["start"], row["bytes"]) for row in latest(rows)
+    found = {(row["kind"], row["fixed"], row["start"], row["bytes"]) for row in latest(rows)}
+    cases = sorted(
+        found,
+        key=lambda case: (case[0] == "drifting", case[1], STARTS.index(case[2]), case[3]),
     )
     return holm({
         case: paired_p_value(*pairs(_of(rows, case, True), _of(rows, case, False), value))
