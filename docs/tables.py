@@ -360,7 +360,11 @@ def stopped(result: dict[str, Any]) -> list[str]:
 
 
 def select_start(rows: Rows) -> Rows:
-    """Rows of the common start; others are of another table."""
+    """Rows of the common start, each log's of its latest version; others are of another table."""
+    last: dict[str, int] = {}
+    for row in rows:
+        last[row["name"]] = max(last.get(row["name"], 1), row.get("version", 1))
+    rows = [row for row in rows if row.get("version", 1) == last[row["name"]]]
     return [row for row in rows if row["config"]["start"] == "opq"]
 
 

@@ -26,7 +26,7 @@ from givens.retrieval import checkpoint
 from givens.retrieval.batches import open_examples
 from givens.retrieval.config import Config
 from givens.retrieval.data import Log, write_names
-from givens.retrieval.evaluate import Evaluator
+from givens.retrieval.evaluate import Evaluator, count_distinct, hash_codes
 from givens.retrieval.state import Row, State
 from givens.retrieval.towers import Towers
 from givens.retrieval.trainer import Trainer
@@ -135,6 +135,30 @@ def warm_up(
     state.load_best()
     learned = {**state.parts(), **state.columns(learning=False)}
     return {name: part for name, part in learned.items() if name.startswith("towers.")}
+
+
+def explore(
+    log: Log,
+    config: Config,
+    towers: dict[str, Tensor],
+    *,
+    start: Quantizer | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[list[Row], Quantizer | None]:
+    """Run the last two phases for the validation users alone: their rows, and the start."""
+    state = State(log, config, device, blank=True)
+    state.start = start
+    state.skip_warm_up(towers)
+    trainer, evaluator = _prepare(state)
+    trainer.begin_joint()
+    evaluator.evaluate(trainer.take_losses())
+    _learn(trainer, evaluator, config.total, ignore)
+    if state.joint:
+        with torch.no_grad():
+            part = state.towers.part()
+            codes = evaluator.encode(state.quantizer, part, part.first)
+        state.rows[-1]["distinct"] = count_distinct([hash_codes(codes)]) / log.catalogue
+    return state.rows, state.start
 
 
 def _prepare(state: State) -> tuple[Trainer, Evaluator]:

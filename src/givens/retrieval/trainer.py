@@ -122,18 +122,22 @@ class Trainer:
         return loss, distortion
 
     def set_rates(self) -> None:
-        """Set the learning rates: in each phase up in a line, then down to 0 by a cosine."""
-        state, c = self.state, self.state.config
-        first, length = (0, c.warmup) if state.step < c.warmup else (c.warmup, c.steps)
-        at = state.step - first
-        factor = min(1.0, (at + 1) / RAMP) * (1 + math.cos(math.pi * at / length)) / 2
-        for optimizer in state.optimizers:
+        """Set the learning rates of the step to come."""
+        factor = self.find_factor()
+        for optimizer in self.state.optimizers:
             for group in optimizer.param_groups:
                 rate = factor * group["initial_lr"]
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
+
+    def find_factor(self) -> float:
+        """The part of the rates to take: in each phase up in a line, then down by a cosine."""
+        state, c = self.state, self.state.config
+        first, length = (0, c.warmup) if state.step < c.warmup else (c.warmup, c.steps)
+        at = state.step - first
+        return min(1.0, (at + 1) / RAMP) * (1 + math.cos(math.pi * at / length)) / 2
 
     def take_losses(self) -> list[Float[Tensor, " 2"]]:
         """The losses of all steps since the last call: retrieval and distortion.
