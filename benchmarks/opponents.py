@@ -1,9 +1,8 @@
 """What GCD is compared with, each as an optimizer of a `Rotation`'s weight W.
 
-`givens.baselines` has Cayley and the matrix exponential. Here are torch's own parametrization and
-the packages geotorch, geoopt and pogo-torch, each imported when asked for, and short code of our
-own for RSDM, Landing, Cayley SGD and QR, which have no package, and for POGO's arithmetic in a CUDA
-graph.
+`givens.baselines` has Cayley, the matrix exponential and POGO. Here are torch's own parametrization
+and the packages geotorch and geoopt, each imported when asked for, and short code of our own for
+RSDM, Landing, Cayley SGD and QR, which have no package, and for POGO's arithmetic in a CUDA graph.
 """
 
 import re
@@ -77,12 +76,6 @@ def _geoopt(rotation: givens.Rotation, lr: float, _: int) -> Optimizer:
     weight = geoopt.ManifoldParameter(rotation.weight.detach(), manifold=geoopt.Stiefel())
     rotation.weight = weight
     return geoopt.optim.RiemannianAdam([weight], lr)
-
-
-def _pogo(rotation: givens.Rotation, lr: float, _: int) -> Optimizer:
-    from pogo import POGO, base
-
-    return POGO(rotation.parameters(), base.VectorAdam(), lr, flatten_fn=lambda W: W[None])
 
 
 class _OneMatrix(Optimizer):
@@ -233,7 +226,6 @@ OPPONENTS: dict[str, Callable[[givens.Rotation, float, int], Optimizer]] = {
     "cayley-sgd": CayleySGD,
     "geotorch": _geotorch,
     "geoopt": _geoopt,
-    "pogo": _pogo,
     "pogo-products": POGOProducts,
     "pogo-products-tf32": POGOProductsTF32,
     "rsdm": RSDM,

@@ -22,7 +22,7 @@ from givens.rotation import Rotation
 
 METHODS = (
     *("gcd", "gcd-all", "gcd-random", "gcd-greedy", "gcd-steepest", "gcd-steepest-exact"),
-    *("cayley", "expm", "svd", *OPPONENTS),
+    *("cayley", "expm", "svd", "pogo", *OPPONENTS),
 )
 # TF32 keeps ten bits: after three steps W is off SO(n) by 5e-4, and the row says by how much.
 LOOSE = ("svd", "pogo-products-tf32")
@@ -30,7 +30,7 @@ LOOSE = ("svd", "pogo-products-tf32")
 
 def make(method: str, n: int, dtype: torch.dtype, device: str) -> fig4.Contender:
     """A method of ours or of a peer, at a random rotation with a random gradient."""
-    if method not in OPPONENTS:
+    if method not in (*OPPONENTS, "pogo"):
         return fig4.contender(method, n, dtype, device)
     start, G = (part.to(device, dtype) for part in fig4.problem(n))
     rotation = Rotation(n, start.mT)

@@ -360,6 +360,7 @@ def run_large(world: int, items: int, folder: Path, store: str) -> None:
         "agreement": done.results["agreement"],
         "distortion": done.results["distortion"],
         "losses": [one.get("loss") for one in done.rows],
+        "load": os.getloadavg()[0],
     }
     (folder / "row.json").write_text(json.dumps(row))
     if world > 1:

@@ -59,6 +59,7 @@ STEPS = {
     "landing": "Landing",
 }
 TOWERS = {"gcd": "GCD", "gcd-random": "GCD-R", "gcd-greedy": "GCD-G", "frozen": "frozen rotation"}
+TOWERS |= {"cayley": "Cayley", "pogo": "POGO"}
 LOGS = {
     "ml-1m": "MovieLens 1M",
     "amazon-book": "Amazon Books",
@@ -359,7 +360,11 @@ def stopped(result: dict[str, Any]) -> list[str]:
 
 
 def select_start(rows: Rows) -> Rows:
-    """Rows of the common start; others are of another table."""
+    """Rows of the common start, each log's of its latest version; others are of another table."""
+    last: dict[str, int] = {}
+    for row in rows:
+        last[row["name"]] = max(last.get(row["name"], 1), row.get("version", 1))
+    rows = [row for row in rows if row.get("version", 1) == last[row["name"]]]
     return [row for row in rows if row["config"]["start"] == "opq"]
 
 

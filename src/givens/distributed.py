@@ -145,6 +145,13 @@ def from_all(make: Callable[[], Made]) -> list[Made]:
     return [made for made, _ in everything]
 
 
+def together(make: Callable[[], Made]) -> Made:
+    """What each rank makes for itself; an error on any of them is raised on all."""
+    made: list[Made] = []
+    from_all(lambda: made.append(make()))
+    return made[0]
+
+
 def check_same(name: str, parts: Iterable[Tensor | str], hint: str) -> None:
     """Refuse to go on where the parts are not the same on all ranks, bit for bit."""
     if alone():

@@ -108,6 +108,8 @@ runs = {
     "hinge": {"steps": 20, "loss": "hinge", "negatives": 3, "batch": 8, "method": "gcd-random"},
     "hinge, all": {"steps": 20, "loss": "hinge", "method": "cayley", "fixed_items": True},
     "post-hoc": {"method": "post-hoc", "pool": "mean", "steps": 10},
+    "jpq": {"steps": 20, "method": "jpq", "coarse": 8, "negatives": 101},
+    "pogo": {"steps": 20, "method": "pogo"},
     "many items": {"steps": 20, "negatives": 101},
     "many items, lists": {"steps": 10, "negatives": 101, "coarse": 8, "fixed_items": True},
     "many items, post-hoc": {"method": "post-hoc", "steps": 0, "negatives": 101, "pool": "mean"},

@@ -20,7 +20,7 @@ Data = Annotated[Path, typer.Option(help="Folder of the base vectors, as SIFT1M'
 Iterations = Annotated[int, typer.Option(help="Iterations of each run.")]
 Smoke = Annotated[bool, typer.Option(help="A small run, to see that it works.")]
 
-# A joint run that only shows that it works.
+# A short joint run, for --smoke.
 SMALL = {"dim": 16, "subspaces": 4, "codewords": 16, "batch": 128, "warmup": 20, "steps": 20}
 SMALL |= {"every": 10, "iterations": 5}
 
@@ -115,7 +115,7 @@ def _fig2(part: str, data: Path, output: Path, device: str, iterations: int, smo
     _prepare(output, (f"fig2{part}.json", f"fig2{part}.png"), data)
     rows, picture = output / f"fig2{part}.json", output / f"fig2{part}.png"
     with out.progress("runs") as bar:
-        # At the most: a method's best rate may be the paper's.
+        # At most: a method's best rate may be the paper's.
         count = len(fig2.FRACTIONS) * fig2.RUNS
         bar.start((len(fig2.RATES) + 2) * (len(fig2.METHODS) - 1) + 2 if part == "a" else count)
 
@@ -141,35 +141,49 @@ Seeds = Annotated[int | None, typer.Option(help="Runs of each method.")]
 Steps = Annotated[int | None, typer.Option(help="Steps with the index.")]
 Methods = Annotated[str, typer.Option(help="With commas between; all of them if none.")]
 Warmup = Annotated[int | None, typer.Option(help="Steps without it.")]
+Kind = Annotated[str, typer.Option("--size", help="small or medium for a CPU; large.")]
+Bytes = Annotated[str, typer.Option(help="Bytes of a code, with commas between.")]
+Coarse = Annotated[int | None, typer.Option(help="Lists of an inverted file.")]
+Dim = Annotated[int | None, typer.Option(help="Of the embeddings.")]
+Angle = Annotated[
+    float | None,
+    typer.Option(help="R's angle for every method, and the given rates, instead of a search."),
+]
 
 
 @app.command()
 def fig3(
     output: Output, data: Log = None, device: Device = "cpu", seeds: Seeds = None,
-    methods: Methods = "", warmup: Warmup = None, steps: Steps = None, smoke: Smoke = False,
+    size: Kind = "large", methods: Methods = "", angle: Angle = None, dim: Dim = None,
+    warmup: Warmup = None, steps: Steps = None, smoke: Smoke = False,
 ) -> None:  # fmt: skip
     """Draw the distortion of a trained index against the step, for every method.
+
+    Each method has the angle that validation users choose on two seeds of their own.
 
     Example: givens paper fig3 --data ml-1m -o results --device cuda
     """
     from givens.paper import fig3
-    from givens.paper.joint import Runs, log_for, slug
+    from givens.paper.joint import Runs, log_for
 
     pyplot = out.import_pyplot()
     chosen = _choose_methods(methods, fig3.CURVES)
     if "frozen" not in chosen:
         raise ValueError("--methods must have frozen among them, which others are compared with")
-    log = log_for(data, smoke=smoke)
-    count = 1 if seeds is None else seeds
-    configs = _configs(log, (fig3.BYTES,), count, smoke, warmup=warmup, steps=steps)
+    log = log_for(data, smoke=smoke, size=size)  # type: ignore[arg-type]
+    options = {"dim": dim, "warmup": warmup, "steps": steps}
+    configs = _configs(log, (fig3.BYTES,), 1 if seeds is None else seeds, smoke, size, **options)
     place = out.check_device(device).type
-    names = (f"joint-{slug(log.name)}.json", f"fig3-{slug(log.name)}.png")
-    _prepare(output, names, data)
+    joint, found, shown = (_name(kind, size, log) for kind in ("joint", "rates", "fig3"))
+    _prepare(output, (f"{joint}.json", f"{found}.json", f"{shown}.png"), data)
     with out.progress("runs") as bar:
         bar.start(len(configs) * (len(chosen) + 1))
-        runs = Runs(output / f"joint-{slug(log.name)}.json", place, _make_teller(bar))
-        rows = fig3.run(runs, log, configs, chosen)
-    picture = output / f"fig3-{slug(log.name)}.png"
+        tell = _make_teller(bar)
+        runs = Runs(output / f"{joint}.json", place, tell)
+        hidden = Runs(output / f"{found}.json", place, typer.echo)
+        rates = _choose_rates(hidden, log, configs[:1], chosen, angle)
+        rows = fig3.run(runs, log, configs, rates[configs[0].bytes])
+    picture = output / f"{shown}.png"
     for line in fig3.plot(pyplot, rows, picture):
         typer.echo(line)
     typer.echo(f"{picture}: look at it; a rerun continues from {runs.path}")
@@ -178,33 +192,43 @@ def fig3(
 @app.command()
 def table1(
     output: Output, data: Log = None, device: Device = "cpu", seeds: Seeds = None,
-    sizes: Annotated[str, typer.Option(help="Bytes of a code, with commas between.")] = "16",
-    methods: Methods = "",
-    warmup: Warmup = None, steps: Steps = None, smoke: Smoke = False,
+    sizes: Bytes = "16", size: Kind = "large", coarse: Coarse = None, methods: Methods = "",
+    angle: Angle = None, dim: Dim = None, warmup: Warmup = None, steps: Steps = None,
+    smoke: Smoke = False,
 ) -> None:  # fmt: skip
     """Compare what users find in indexes trained by every method, over several seeds.
+
+    Each method has the rates that validation users choose on two seeds of their own. Five seeds are
+    shown, and ten of methods whose p-value leaves it open whether they differ from the baseline.
 
     Example: givens paper table1 --data ml-1m -o results --device cuda --sizes 8,16,32
     """
     from givens.paper import table1
-    from givens.paper.joint import METHODS, SEEDS, Runs, comparable, log_for, p_value, slug
+    from givens.paper.joint import METHODS, MORE, SEEDS, Runs, comparable, log_for, p_value
 
-    # Before the work: a missing package.
+    # Fail before the work if a package is missing.
     p_value([0.0, 1.0], [1.0, 2.0])
-    log = log_for(data, smoke=smoke)
+    log = log_for(data, smoke=smoke, size=size)  # type: ignore[arg-type]
     bytes_of_codes = _parse_sizes(sizes, "--sizes")
     chosen = _choose_methods(methods, METHODS)
     count = (2 if smoke else SEEDS) if seeds is None else seeds
-    configs = _configs(log, bytes_of_codes, count, smoke, warmup=warmup, steps=steps)
+    options = {"dim": dim, "coarse": coarse, "warmup": warmup, "steps": steps}
+    configs = _configs(log, bytes_of_codes, count, smoke, size, **options)
     place = out.check_device(device).type
-    names = (f"joint-{slug(log.name)}.json", f"table1-{slug(log.name)}.md")
-    _prepare(output, names, data)
+    joint, found, table = (_name(kind, size, log) for kind in ("joint", "rates", "table1"))
+    table += f"-coarse-{coarse}.md" if coarse else ".md"
+    _prepare(output, (f"{joint}.json", f"{found}.json", table), data)
     with out.progress("runs") as bar:
-        bar.start(len(configs) * len(chosen) + count)
-        runs = Runs(output / f"joint-{slug(log.name)}.json", place, _make_teller(bar))
-        table1.run(runs, log, configs, chosen)
-    written = output / f"table1-{slug(log.name)}.md"
-    # With those of earlier runs: other sizes, other methods.
+        bar.start(len(configs) * len(chosen))
+        tell = _make_teller(bar)
+        hidden = Runs(output / f"{found}.json", place, typer.echo)
+        first = [config for config in configs if config.seed == configs[0].seed]
+        rates = _choose_rates(hidden, log, first, chosen, angle)
+        runs = Runs(output / f"{joint}.json", place, tell)
+        more = 0 if smoke or seeds is not None else MORE
+        table1.run(runs, log, configs, rates, more=more)
+    written = output / table
+    # Including the rows of earlier runs, with other sizes and methods.
     lines = table1.table(comparable(runs.rows, log, configs[0]), log)
     with files.replacing(written) as temporary:
         temporary.write_text("\n".join(lines) + "\n", "utf-8")
@@ -215,36 +239,102 @@ def table1(
 
 @app.command()
 def when(
-    output: Output, device: Device = "cpu", seeds: Seeds = None,
-    dim: Annotated[int | None, typer.Option(help="Of the embeddings.")] = None,
+    output: Output, data: Log = None, device: Device = "cpu", seeds: Seeds = None,
+    sizes: Bytes = "8", size: Kind = "small", angle: Angle = None, dim: Dim = None,
     warmup: Warmup = None, steps: Steps = None, smoke: Smoke = False,
 ) -> None:  # fmt: skip
-    """Show when learning the rotation pays: by its start, fixed items and a drifting log.
+    """Show when learning the rotation pays: by its start, fixed items, a drifting log and bytes.
 
-    Example: givens paper when -o results --device cuda
+    Example: givens paper when -o results --device cuda --size large --sizes 8,16,32
     """
     from givens.paper import when
     from givens.paper.joint import SEEDS, Runs
 
     pyplot = out.import_pyplot()
-    made = when.logs(smoke=smoke)
+    made = when.logs(data, smoke=smoke)
     count = (2 if smoke else SEEDS) if seeds is None else seeds
     options = {"dim": dim, "warmup": warmup, "steps": steps}
-    options |= {name: value for name, value in SMALL.items() if smoke and not options.get(name)}
+    log = made[when.KINDS[0]]
+    configs = _configs(log, _parse_sizes(sizes, "--sizes"), count, smoke, size, **options)
     place = out.check_device(device).type
-    _prepare(output, ("when.json", "when.png"))
+    name, found = (_name(kind, size, log if data else None) for kind in ("when", "rates-when"))
+    _prepare(output, (f"{name}.json", f"{name}.png", f"{found}.json"), data)
     with out.progress("runs") as bar:
-        bar.start(count * len(made) * (4 * len(when.STARTS) + 1))
-        runs = Runs(output / "when.json", place, _make_teller(bar))
-        rows = when.run(runs, made, options, count)
-    picture = output / "when.png"
+        bar.start(len(configs) * len(made) * 4 * len(when.STARTS))
+        tell = _make_teller(bar)
+        hidden = Runs(output / f"{found}.json", place, typer.echo)
+        runs = Runs(output / f"{name}.json", place, tell)
+        rows = when.run(runs, hidden, made, configs, angle)
+    picture = output / f"{name}.png"
     for line in when.plot(pyplot, rows, picture):
         typer.echo(line)
     typer.echo(f"{picture}: look at it; a rerun continues from {runs.path}")
 
 
+@app.command()
+def stream(
+    output: Output, data: Log = None, device: Device = "cpu", seeds: Seeds = None,
+    subspaces: Annotated[int, typer.Option(help="Bytes of a code.")] = 8, size: Kind = "small",
+    every: Annotated[int, typer.Option(help="Steps between refreshes.")] = 100,
+    angle: Angle = None, dim: Dim = None, warmup: Warmup = None, steps: Steps = None,
+    smoke: Smoke = False,
+) -> None:  # fmt: skip
+    """Refresh an index while its log moves on: recall, codes rewritten and time.
+
+    Example: givens paper stream -o results --device cuda --size large
+    """
+    from givens.paper import stream
+    from givens.paper.joint import SEEDS, Runs
+
+    pyplot = out.import_pyplot()
+    log = stream.log_for(data, smoke=smoke)
+    count = (2 if smoke else SEEDS) if seeds is None else seeds
+    options = {"dim": dim, "warmup": warmup, "steps": steps}
+    made = _configs(log, (subspaces,), count, smoke, size, every=5 if smoke else every, **options)
+    configs = [stream.configure(config) for config in made]
+    place = out.check_device(device).type
+    name, found = (_name(kind, size, log if data else None) for kind in ("stream", "rates-stream"))
+    _prepare(output, (f"{name}.json", f"{name}.png", f"{name}.md", f"{found}.json"), data)
+    with out.progress("runs") as bar:
+        bar.start(len(configs) * len(stream.WAYS))
+        hidden = Runs(output / f"{found}.json", place, typer.echo)
+        runs = Runs(output / f"{name}.json", place, _make_teller(bar))
+        rows = stream.run(runs, hidden, log, configs, angle)
+    picture, written = output / f"{name}.png", output / f"{name}.md"
+    lines = stream.plot(pyplot, rows, picture)
+    with files.replacing(written) as temporary:
+        temporary.write_text("\n".join(lines) + "\n", "utf-8")
+    for line in lines:
+        typer.echo(line)
+    typer.echo(f"{picture}: look at it; a rerun continues from {runs.path}")
+
+
+def _choose_rates(
+    hidden: Any, log: Any, configs: list[Any], methods: tuple[str, ...], angle: float | None
+) -> dict[int, Any]:
+    """The rates of each method by size: as they are given, or found on hidden seeds."""
+    from givens.paper import rates
+
+    if angle is not None:
+        given = {c.bytes: {**rates.read_rates(c), "angle": angle} for c in configs}
+        return {size: dict.fromkeys(methods, found) for size, found in given.items()}
+    chosen = {c.bytes: rates.choose(hidden, log, c, methods) for c in configs}
+    for size, found in chosen.items():
+        for line in (f"Rates at {size} bytes, by the validation users:", *rates.describe(found)):
+            typer.echo(line)
+    return chosen
+
+
+def _name(kind: str, size: str, log: Any) -> str:
+    """Of a file, by its log unless that is the built-in one; a small run says so first."""
+    from givens.paper.joint import slug
+
+    parts = ([] if size == "large" else [size], [kind], [slug(log.name)] if log else [])
+    return "-".join(part for some in parts for part in some)
+
+
 def _prepare(output: Path, names: tuple[str, ...], source: Path | None = None) -> None:
-    """Make the folder of the results, if they can be written there and are not what is read."""
+    """Create the folder of results, after checking that they can be written and are not inputs."""
     inside = source.iterdir() if source is not None and source.is_dir() else ()
     out.check_folder(output, names, [source, *inside])
     with out.folder(output):
@@ -252,26 +342,26 @@ def _prepare(output: Path, names: tuple[str, ...], source: Path | None = None) -
 
 
 def _configs(
-    log: Any, sizes: tuple[int, ...], seeds: int, smoke: bool, **options: int | None
+    log: Any, sizes: tuple[int, ...], seeds: int, smoke: bool, size: str, **options: int | None
 ) -> list[Any]:
-    """A configuration for each seed and size, the rates as they are for all."""
+    """A configuration for each seed and number of bytes, with the same rates."""
     from givens.retrieval.config import config_for
 
     if seeds < 1:
         raise ValueError(f"--seeds must be at least 1, but got {seeds}")
     if log.words is not None:
-        # A search: what is asked for is in the words.
+        # A log of searches describes its users by words, not by their history.
         options["history"] = 0
     if smoke:
         options |= {name: value for name, value in SMALL.items() if options.get(name) is None}
-        sizes = tuple(min(size, SMALL["subspaces"]) for size in sizes)
+        sizes = tuple(min(number, SMALL["subspaces"]) for number in sizes)
     chosen: dict[str, Any] = {name: options[name] for name in options if name != "subspaces"}
-    # Nearly the steepest pairing, as figure 4 times it too: on a GPU, without waiting for a core.
+    # The approximate steepest pairing, as in figure 4: on a GPU it does not synchronise.
     chosen["exact"] = False
     return [
-        config_for(log, **chosen, subspaces=size, seed=seed)
+        config_for(log, size=size, **chosen, subspaces=number, seed=seed)  # type: ignore[arg-type]
         for seed in range(seeds)
-        for size in dict.fromkeys(sizes)
+        for number in dict.fromkeys(sizes)
     ]
 
 

@@ -1,15 +1,15 @@
-"""Inverted lists in shards: encoded apart, searched together, merged into one Faiss index.
+"""Inverted lists in shards: encoded separately, searched together or merged into one index.
 
-    FOLDER/00000-….lists          codes and ids of some rows, list by list as Faiss lays them out
+    FOLDER/00000-….lists codes and ids of some rows, list by list in Faiss's layout
     FOLDER/quantizer-….safetensors
-    FOLDER/manifest.json          last: which of them are the index, with their checksums
+    FOLDER/manifest.json written last: the files of the index, with their checksums
 
-A shard's name and header say what it is made of, the quantizer's fingerprint and the state of the
-files it was read from. So a build that was stopped goes on where it was, and a new one beside an
-old one leaves the old one whole until the manifest is replaced.
+A shard's name and header identify its content: the rows, the quantizer's fingerprint and the state
+of the source files. So a stopped build continues where it was, and a new build leaves the old index
+intact until the manifest is replaced.
 
-Shards are cut at the slices that `to_faiss` encodes at once, and keep the order of rows: merged,
-they are the file that `to_faiss` and Faiss would have written, byte for byte.
+Shards consist of whole slices of `to_faiss` and keep the order of rows: merged, they equal, byte
+for byte, the file that `to_faiss` and Faiss would have written.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from givens import distributed
 from givens.export.faiss import (
     Source,
     Stored,
-    checked_ids,
+    check_ids,
     empty_index,
     inverted,
     recording,
@@ -47,9 +47,9 @@ from givens.storage import files, vectors
 
 FORMAT = 1
 MANIFEST, LOCK = "manifest.json", "lock"
-# Vectors of a shard, about: what a worker holds the codes of.
+# The approximate number of vectors in a shard; a worker holds their codes.
 ROWS = 1 << 19
-# Bytes of shards that are mapped before the system is told to forget them.
+# Bytes of mapped shards to read before their pages are dropped.
 WINDOW = 1 << 26
 
 Progress = Callable[[float], object]
@@ -57,7 +57,7 @@ Progress = Callable[[float], object]
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one file, and the file's state when the build was planned."""
+    """Rows of one file, with the file's state when the build was planned."""
 
     address: str
     first: int
@@ -67,7 +67,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Job:
-    """The rows of a shard: where they begin among all, and in which files they are."""
+    """The rows of a shard: the first one's position among all, and the files."""
 
     number: int
     first: int
@@ -75,11 +75,11 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return sum(piece.stop - piece.first for piece in self.pieces)
 
     def read(self) -> vectors.Vectors:
-        """The vectors, from files that are still as they were."""
+        """Read the vectors; raises if a file has changed."""
         for piece in self.pieces:
             if vectors.stamp(piece.address) != piece.stamp:
                 raise ValueError(f"{piece.address} has changed since the build began; run it again")
@@ -100,7 +100,7 @@ class Shard:
 
 
 def plan(sources: Sequence[str], dim: int) -> list[Job]:
-    """Cut the vectors of all files into shards."""
+    """Divide the vectors of all files into shards."""
     slices = slice_rows(dim)
     room = max(ROWS // slices, 1) * slices
     jobs: list[Job] = []
@@ -129,9 +129,9 @@ def plan(sources: Sequence[str], dim: int) -> list[Job]:
 
 
 def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -> Shard:
-    """Write the shard of a job, unless it is there and whole.
+    """Write the shard of a job, unless it is there and complete.
 
-    Memory: a slice of vectors, and the shard's codes and ids three times at most.
+    Needs memory for a slice of vectors, and for the shard's codes and ids at most three times.
     """
     claim = {
         "fingerprint": q.fingerprint,
@@ -144,7 +144,7 @@ def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -
     if not _is_whole(path, claim, job.rows):
         names = np.arange(job.first, job.first + job.rows) if ids is None else ids
         source = Source(job.read(), q.dim, None, first=job.first, metric=q.metric)
-        sizes, lists = _lists(q, source, checked_ids(names, job.rows))
+        sizes, lists = _lists(q, source, check_ids(names, job.rows))
         tensors = {"sizes": torch.from_numpy(sizes), "lists": torch.from_numpy(lists)}
         files.save(path, KIND, tensors, claim)
     return Shard(path.name, job.rows, files.checksum(path))
@@ -174,7 +174,7 @@ def ids_of(job: Job, ids: Ids | None) -> Ids | None:
 
 @contextlib.contextmanager
 def building(folder: str | Path) -> Iterator[None]:
-    """Be the only build in a folder, which is made where there is none."""
+    """Create the folder if needed, and lock it against other builds."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} must be a folder for shards, but is a file")
@@ -192,7 +192,7 @@ def building(folder: str | Path) -> Iterator[None]:
         with files.locked(folder / LOCK, refusal):
             yield
     finally:
-        # A build that came to nothing leaves nothing.
+        # A failed build leaves nothing.
         with contextlib.suppress(OSError):
             folder.rmdir()
 
@@ -200,7 +200,7 @@ def building(folder: str | Path) -> Iterator[None]:
 def finish(
     q: Quantizer, shards: Sequence[Shard], folder: str | Path, about: Mapping[str, Any]
 ) -> None:
-    """Make shards the index in their folder: the manifest, and what belongs to no index goes."""
+    """Write the manifest of finished shards, and delete files that belong to no index."""
     folder = Path(folder)
     name = f"quantizer-{q.fingerprint[:12]}.safetensors"
     q.save(folder / name)
@@ -221,7 +221,7 @@ def finish(
 
 
 def load_shards(folder: str | Path) -> Stored:
-    """The index in a folder of shards, its lists memory-mapped, and the manifest as its record."""
+    """Load the index in a folder of shards, with memory-mapped lists and the manifest as record."""
     folder = Path(folder)
     manifest = _manifest(folder)
     q = load(_inside(folder, manifest["quantizer"]))
@@ -239,7 +239,7 @@ def load_shards(folder: str | Path) -> Stored:
             names = f"{path.name} and {other.path.name}"
             raise ValueError(f"{folder} is damaged: {names} are of the same vectors")
         opened[lists.job] = lists
-    # Any: the stubs of Faiss know only some of its members.
+    # Any: Faiss's stubs are incomplete.
     pointers: Any = getattr(faiss, "InvertedListsPtrVector")()  # noqa: B009
     mapped = [lists.map() for lists in opened.values()]
     for part in mapped:
@@ -247,7 +247,7 @@ def load_shards(folder: str | Path) -> Stored:
     together = faiss.HStackInvertedLists(len(mapped), pointers.data())
     core.replace_invlists(together, False)
     index.ntotal = core.ntotal = manifest["vectors"]
-    # Faiss holds pointers only.
+    # Faiss only holds pointers.
     index.referenced_objects = [*getattr(index, "referenced_objects", []), together, *mapped]
     return Stored(index, manifest)
 
@@ -260,10 +260,10 @@ def merge(
     about: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> None:
-    """Write one index of shards, the file that Faiss would have written.
+    """Merge shards into one index, the file that Faiss would have written.
 
-    By hand, for `faiss.contrib.ondisk` writes the lists into a second file beside the index.
-    Memory: the quantizer, a buffer and a window of the shards, however many vectors there are.
+    Not `faiss.contrib.ondisk`, which writes the lists into a second file. Needs memory for the
+    quantizer, a buffer and a window of the shards, for any number of vectors.
     """
     index = empty_index(q, table=False)
     code = inverted(index).code_size
@@ -348,9 +348,9 @@ def _index_of(q: Quantizer, codes: torch.Tensor) -> Any:
 
 
 def _lists(q: Quantizer, source: Source, ids: Ids) -> tuple[Ids, npt.NDArray[np.uint8]]:
-    """The sizes of all lists and their bytes."""
+    """Encode all vectors: the sizes of all lists, and their bytes."""
     coarse = centroids(q)
-    # Its parts live as long as it does.
+    # Kept, since its parts live no longer than it does.
     index = empty_index(q, table=False)
     pq = inverted(index).pq
     N, code, device = len(source.vectors), pq.code_size, q.device
@@ -375,7 +375,7 @@ def _lists(q: Quantizer, source: Source, ids: Ids) -> tuple[Ids, npt.NDArray[np.
 
 
 def _head(index: Any, sizes: Ids) -> bytes:
-    """What comes before the lists in Faiss's file."""
+    """The part of Faiss's file before the lists."""
     core = inverted(index)
     raw = faiss.serialize_index(index).tobytes()
     lead = b"ilar" + np.array([core.nlist, core.code_size], "<u8").tobytes()
@@ -419,7 +419,7 @@ def _copy_lists(
 
 
 def _check_merged(path: Path, sizes: Ids) -> None:
-    """Faiss must find in the file what was written."""
+    """Check that Faiss reads from the file what was written."""
     flags = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
     index = faiss.read_index(str(path), flags)
     core = inverted(index)
@@ -442,12 +442,12 @@ def _is_ours(path: Path) -> bool:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, its parts of the right kinds and its counts those of its shards."""
+    """Read the manifest, and check its types and counts."""
     if not (folder / MANIFEST).exists():
         raise ValueError(
             f"{folder} holds no finished index: there is no {MANIFEST}; run `givens build` again"
         )
-    # Of an earlier version it has no seal; another run of the build takes its shards as they are.
+    # An earlier version's has no seal; running the build again reuses its shards.
     try:
         manifest = files.read_sealed(folder / MANIFEST)
         shards = manifest["shards"]
@@ -467,7 +467,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A file that a manifest names, in its folder and nowhere else."""
+    """The path of a file that a manifest names, which must be in its folder."""
     path = folder / name
     home = Path(os.path.realpath(folder))
     if "\0" in name or Path(os.path.realpath(path)).parent != home:

@@ -1,112 +1,227 @@
 """Runs of towers and index trained together, for figure 3, table 1 and the figure of when it pays.
 
-All runs of a seed go on from the same warm-up. A run is a row, kept as soon as it is there: a rerun
-goes on from the rows, and figure 3 and table 1 share theirs.
+All runs of a seed go on from the same warm-up and the same start, which are kept in files. A run
+is a row, kept as soon as it is there: a rerun goes on from both. Figure 3 and table 1 share rows.
 """
 
 import dataclasses
 import hashlib
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from torch import Tensor
 
 from givens.paper.rows import Rows, environment, machine, read, write
 from givens.quantizer import Quantizer
 from givens.retrieval import checkpoint
-from givens.retrieval.config import LABELS, Config, Method
+from givens.retrieval.config import LABELS, Config, Method, Size
 from givens.retrieval.data import Log, click_log
 from givens.retrieval.readers import read as read_log
-from givens.retrieval.train import train, warm_up
+from givens.retrieval.train import explore, train, warm_up
+from givens.retrieval.trainer import DivergedError
 
 SEEDS, SIGNIFICANT = 5, 0.05
+# Where chance is this likely, twice as many seeds decide.
+MORE, UNDECIDED = 10, (0.01, 0.1)
+# On which rates are chosen, and which no table shows.
+HIDDEN = (100, 101)
+# Of towers and training: rows of another version are not taken up.
+VERSION = 2
 # Options that play no part before the joint steps.
 JOINT = ("method", "exact", "angle", "weight", "joint_lr", "fixed_items")
+# Options that are chosen by the validation users.
+CHOSEN = ("lr", "joint_lr", "weight", "angle")
 METHODS: tuple[str, ...] = get_args(Method)
 # The paper's log of its industry has 10 million clicks of a million queries.
 INDUSTRIAL = {"users": 1_000_000, "items": 1_500_000, "clicks": 10_000_000, "words": 50_000}
 SMOKE = {"users": 2000, "items": 600, "clicks": 40_000}
 
 
-def log_for(data: Path | None, *, smoke: bool) -> Log:
-    """The log of a folder, or the built-in one at the paper's industrial size."""
+def log_for(data: Path | None, *, smoke: bool, size: Size = "large") -> Log:
+    """The log of a folder, or the built-in one: at the paper's industrial size for "large"."""
     if data is not None:
         return read_log(data)
-    return click_log(**(SMOKE if smoke else INDUSTRIAL))
+    if smoke:
+        return click_log(**SMOKE)
+    return click_log(**INDUSTRIAL) if size == "large" else click_log()
 
 
 class Runs:
-    """The rows of a figure or table: a run that is there is not run again."""
+    """The rows of a figure or table: a run that is there is not run again.
+
+    Beside the rows' file is a folder with the warm-up and the start of each seed, which all methods
+    share, until `forget`.
+    """
 
     def __init__(self, path: Path, device: str, tell: Callable[[str], None]) -> None:
         self.path, self.device, self.tell = path, device, tell
+        self.cache = path.with_suffix(".cache")
         self.about = environment(device)
         self.rows: Rows = read(path) if path.exists() else []
-        # The towers of a seed and their digest, and an index as fitted to them: all methods begin
-        # with the same.
+        # What is read from the cache, with the digests of towers.
         self.towers: dict[Path, tuple[dict[str, Tensor], str]] = {}
-        self.starts: dict[Config, Quantizer | None] = {}
+        self.starts: dict[Path, Quantizer] = {}
+
+    def find(self, how: dict[str, Any]) -> dict[str, Any] | None:
+        """The row that says all this of itself, if it is there."""
+        return next(iter(of(self.rows, **how)), None)
+
+    def keep(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Add a row, and write them all."""
+        self.rows.append({**row, **self.about})
+        write(self.path, self.rows)
+        return self.rows[-1]
 
     def run(self, log: Log, config: Config, **labels: Any) -> dict[str, Any]:
         """Train from the shared warm-up, unless it was done before."""
-        if log.catalogue < 100:
-            raise ValueError(
-                f"{log.name} must have at least 100 items for recall@100, but has {log.catalogue}"
-            )
-        how = {"log": log.fingerprint, "config": dataclasses.asdict(config), **labels}
-        for row in self.rows:
-            if all(row.get(name) == value for name, value in how.items()):
-                return row
+        check_log(log)
+        how = {**label(log, config), **labels}
+        if row := self.find(how):
+            return row
         towers, digest = self.warmed(log, config)
-        alike = _neutral(config, *JOINT)
-        start = self.starts.get(alike)
-        done = train(log, config, towers=towers, start=start, device=self.device)
-        self.starts[alike] = done.start
-        joint = [row for row in done.rows if row["phase"] == "joint"]
-        row = {
+        started = self.started(log, config)
+        done = train(log, config, towers=towers, start=started, device=self.device)
+        self.keep_start(log, config, done.start)
+        row = self.keep({
             **how,
-            "name": log.name,
-            "method": config.method,
-            "bytes": config.bytes,
-            "seed": config.seed,
+            **_curves(log, config, done.rows),
             "warm_up": digest,
-            "steps": [row["step"] - config.warmup for row in joint],
-            "distortion": [row["distortion"] for row in joint],
-            "recall": [row["recall"] for row in joint],
-            "final_distortion": joint[-1]["distortion"] if joint else done.results["distortion"],
+            "final_distortion": _end(done.rows, done.results["distortion"]),
             "results": done.results,
-            **self.about,
-        }
-        self.rows.append(row)
-        write(self.path, self.rows)
+        })  # fmt: skip
         self.tell(
             f"{log.name}, {config.bytes} bytes, {LABELS[config.method]}, seed {config.seed}: "
             f"recall@100 {100 * recall(row):.2f} %, distortion {row['final_distortion']:.4f}"
         )
         return row
 
+    def explore(self, log: Log, config: Config, **labels: Any) -> dict[str, Any]:
+        """The same on the validation users alone; a loss that is not finite is a row too."""
+        check_log(log)
+        how = {**label(log, config), **labels}
+        if row := self.find(how):
+            return row
+        towers, digest = self.warmed(log, config)
+        started, failed = self.started(log, config), None
+        rows: Rows = []
+        try:
+            rows, began = explore(log, config, towers, start=started, device=self.device)
+            self.keep_start(log, config, began)
+        except DivergedError as error:
+            failed = str(error)
+        row = self.keep({
+            **how,
+            **_curves(log, config, rows),
+            "warm_up": digest,
+            "final_distortion": _end(rows, 0.0),
+            "distinct": rows[-1].get("distinct") if rows else None,
+            "diverged": failed,
+        })  # fmt: skip
+        chosen = ", ".join(f"{name} {getattr(config, name):g}" for name in CHOSEN)
+        told = failed or f"validation recall {100 * max(row['recall']):.2f} %"
+        self.tell(f"{log.name}, {LABELS[config.method]}, {chosen}, seed {config.seed}: {told}")
+        return row
+
     def warmed(self, log: Log, config: Config) -> tuple[dict[str, Tensor], str]:
         """The towers of a seed and their digest, learned once and kept in a file until `forget`."""
-        first = _neutral(config, "start", *JOINT)
-        sizes = dataclasses.replace(first, subspaces=1)
-        key = hashlib.sha256(f"{sizes}{log.fingerprint}".encode()).hexdigest()[:16]
-        file = self.path.with_name(f"warm-up-{key}.safetensors")
+        file = self._file("warm-up", log, _before(config))
         if not file.exists():
-            checkpoint.save_parts(warm_up(log, first, device=self.device), file)
-            self.tell(f"{log.name}, seed {config.seed}: warmed up")
+            self._warm_up(log, config, file)
         if file not in self.towers:
             towers = checkpoint.load_towers(file)
             self.towers[file] = towers, _digest(towers)
         return self.towers[file]
 
-    def forget(self) -> None:
-        """Delete towers and starts, once all runs of theirs are done."""
-        self.starts.clear()
-        for file in self.towers:
-            file.unlink(missing_ok=True)
-        self.towers.clear()
+    def explore_towers(self, log: Log, config: Config) -> dict[str, Any]:
+        """A row of what validation users find in the warm-up."""
+        how = label(log, _before(config), phase="towers")
+        if row := self.find(how):
+            return row
+        rows = self._warm_up(log, config, self._file("warm-up", log, _before(config)))
+        curves = _curves(log, dataclasses.replace(_before(config), method="post-hoc"), rows)
+        return self.keep({**how, **curves, "method": "warm-up", "final_distortion": 0.0})
+
+    def _warm_up(self, log: Log, config: Config, file: Path) -> Rows:
+        rows: Rows = []
+        first = _before(config)
+        checkpoint.save_parts(warm_up(log, first, device=self.device, tell=rows.append), file)
+        best = 100 * max(row["recall"] for row in rows)
+        self.tell(
+            f"{log.name}, lr {config.lr:g}, seed {config.seed}: warmed up, "
+            f"validation recall {best:.2f} % without an index"
+        )
+        return rows
+
+    def started(self, log: Log, config: Config) -> Quantizer | None:
+        """The index that a seed starts with, once a run has found it."""
+        file = self._file("start", log, _neutral(config, *JOINT))
+        if file not in self.starts and file.exists():
+            self.starts[file] = Quantizer.load(file).to(self.device)
+        return None if config.after else self.starts.get(file)
+
+    def keep_start(self, log: Log, config: Config, start: Quantizer | None) -> None:
+        """Keep the index that a run has started with, for the others of its seed."""
+        file = self._file("start", log, _neutral(config, *JOINT))
+        if start is not None and file not in self.starts:
+            start.save(file)
+            self.starts[file] = start
+
+    def forget(self, seed: int) -> None:
+        """Delete the towers and starts of a seed, once all its runs are done."""
+        if not self.cache.exists():
+            return
+        for file in self.cache.glob(f"seed-{seed}-*"):
+            file.unlink()
+            self.towers.pop(file, None)
+            self.starts.pop(file, None)
+        if not any(self.cache.iterdir()):
+            self.cache.rmdir()
+
+    def _file(self, kind: str, log: Log, config: Config) -> Path:
+        self.cache.mkdir(exist_ok=True)
+        key = hashlib.sha256(f"{VERSION}{config}{log.fingerprint}".encode()).hexdigest()[:16]
+        return self.cache / f"seed-{config.seed}-{kind}-{key}.safetensors"
+
+
+def check_log(log: Log) -> None:
+    """Refuse a log that has no recall@100."""
+    if log.catalogue < 100:
+        raise ValueError(
+            f"{log.name} must have at least 100 items for recall@100, but has {log.catalogue}"
+        )
+
+
+def label(log: Log, config: Config, **labels: Any) -> dict[str, Any]:
+    """By what a row is known."""
+    about = {"version": VERSION, "log": log.fingerprint, "config": dataclasses.asdict(config)}
+    return {**about, **labels}
+
+
+def _curves(log: Log, config: Config, rows: Rows) -> dict[str, Any]:
+    """What a row says of its run's evaluations; those without an index have no distortion."""
+    joint = [row for row in rows if row["phase"] == "joint" or config.after]
+    return {
+        "name": log.name,
+        "method": config.method,
+        "bytes": config.bytes,
+        "seed": config.seed,
+        "steps": [row["step"] - config.warmup for row in joint],
+        "distortion": [row["distortion"] for row in joint if "distortion" in row],
+        "recall": [row["recall"] for row in joint],
+    }
+
+
+def _end(rows: Rows, otherwise: float) -> float:
+    """The distortion after the last step, or of an index that was made afterwards."""
+    return float(rows[-1].get("distortion", otherwise)) if rows else otherwise
+
+
+def _before(config: Config) -> Config:
+    """The configuration of the warm-up, of every size and method alike."""
+    return dataclasses.replace(_neutral(config, "start", "coarse", *JOINT), subspaces=1)
 
 
 def _neutral(config: Config, *names: str) -> Config:
@@ -115,15 +230,15 @@ def _neutral(config: Config, *names: str) -> Config:
 
 
 def comparable(rows: Rows, log: Log, config: Config) -> Rows:
-    """The rows of a log that differ from a configuration in method, size and seed alone."""
+    """The shown rows of a log that differ in method, size, seed and chosen rates alone."""
 
     def common(options: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in options.items() if k not in ("method", "subspaces", "seed")}
+        free = ("method", "subspaces", "seed", *CHOSEN)
+        return {k: v for k, v in options.items() if k not in free}
 
     wanted = common(dataclasses.asdict(config))
-    return [
-        row for row in rows if row["log"] == log.fingerprint and common(row["config"]) == wanted
-    ]
+    mine = of(rows, log=log.fingerprint, version=VERSION)
+    return [row for row in mine if "results" in row and common(row["config"]) == wanted]
 
 
 def of(rows: Iterable[dict[str, Any]], **labels: Any) -> Rows:
@@ -163,22 +278,22 @@ def distortion(row: dict[str, Any]) -> float:
     return float(row["final_distortion"])
 
 
-def verdict(
-    mine: Rows, base: Rows, value: Callable[[dict[str, Any]], float], *, lower: bool
-) -> str:
+Name = TypeVar("Name")
+Value = Callable[[dict[str, Any]], float]
+
+
+def verdict(mine: Rows, base: Rows, value: Value, *, lower: bool) -> str:
     """Whether runs have a lower or a higher value than others, and how sure that is.
 
     On the seeds that both have: runs of a seed share their warm-up, and are compared seed by seed.
     The paper's analysis of variance, which does not know of the pairs, stands beside.
     """
-    ours, theirs = ({row["seed"]: value(row) for row in rows} for rows in (mine, base))
-    both = [seed for seed in ours if seed in theirs]
-    if not both:
+    first, second = pairs(mine, base, value)
+    if not first:
         return "not shown (no seed has both)"
-    first, second = ([values[seed] for seed in both] for values in (ours, theirs))
     change = statistics.mean(first) - statistics.mean(second)
     told = f"{100 * change / statistics.mean(second):+.2f} %"
-    if len(both) == 1:
+    if len(first) == 1:
         return f"not shown ({told}, one seed)"
     p = paired_p_value(first, second)
     told += f", p = {p_value(first, second):.2g}, seed by seed p = {p:.2g}"
@@ -186,6 +301,42 @@ def verdict(
     if p < SIGNIFICANT:
         word = "holds" if (change < 0) == lower else "does not hold"
     return f"{word} ({told})"
+
+
+def pairs(mine: Rows, base: Rows, value: Value) -> tuple[list[float], list[float]]:
+    """The values of two methods on the seeds that both have."""
+    ours, theirs = ({row["seed"]: value(row) for row in rows} for rows in (mine, base))
+    both = [seed for seed in ours if seed in theirs]
+    return [ours[seed] for seed in both], [theirs[seed] for seed in both]
+
+
+def undecided(rows: Rows) -> list[str]:
+    """The methods of one size whose recall or distortion may differ from the baseline's, or not."""
+    base, low, high = of(rows, method="frozen"), *UNDECIDED
+    return [
+        method
+        for method in METHODS
+        if method != "frozen"
+        and any(
+            low <= paired_p_value(*pairs(of(rows, method=method), base, value)) <= high
+            for value in (recall, distortion)
+        )
+    ]
+
+
+def holm(values: dict[Name, float]) -> dict[Name, float]:
+    """p-values corrected for how many there are (Holm, 1979); those that are NaN are not counted.
+
+    The i-th smallest of k is multiplied by k − i + 1, and none is below one before it.
+    """
+    known = sorted(
+        (name for name in values if not math.isnan(values[name])), key=values.__getitem__
+    )
+    corrected, least = dict.fromkeys(values, math.nan), 0.0
+    for at, name in enumerate(known):
+        least = max(least, min(1.0, (len(known) - at) * values[name]))
+        corrected[name] = least
+    return corrected
 
 
 def p_value(first: list[float], second: list[float]) -> float:

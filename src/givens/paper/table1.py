@@ -3,20 +3,26 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 from givens.paper.joint import (
     METHODS,
+    SIGNIFICANT,
     Runs,
+    Value,
     distortion,
+    holm,
     named,
     of,
     p_value,
+    paired_p_value,
+    pairs,
     precision,
     recall,
+    undecided,
     verdict,
 )
+from givens.paper.rates import STILL, Rates
 from givens.paper.rows import Rows
 from givens.retrieval.config import LABELS, Config
 from givens.retrieval.data import Log
@@ -45,19 +51,47 @@ PAPER = {
         "gcd-steepest": (0.74, 5.91),
     },
 }
-Row = dict[str, Any]
 
 
-def run(runs: Runs, log: Log, configs: list[Config], methods: tuple[str, ...] = METHODS) -> Rows:
-    """Every method, for each configuration: several seeds, and several sizes of each."""
+def run(
+    runs: Runs,
+    log: Log,
+    configs: list[Config],
+    rates: dict[int, dict[str, Rates]],
+    *,
+    more: int = 0,
+) -> Rows:
+    """Every method, for each configuration: several seeds, and several sizes of each.
+
+    Args:
+        runs: that are there already.
+        log: the log.
+        configs: one for each seed and size.
+        rates: of each method, by size.
+        more: seeds that are added up to this number where the first leave it open whether a method
+            differs from the baseline.
+    """
     rows = []
     for seed in dict.fromkeys(config.seed for config in configs):
         for config in (config for config in configs if config.seed == seed):
-            for method in methods:
-                changed = dataclasses.replace(config, method=method)  # type: ignore[arg-type]
-                rows.append(runs.run(log, changed))
-        runs.forget()
+            for method in rates[config.bytes]:
+                rows.append(runs.run(log, with_rates(config, method, rates[config.bytes])))
+        runs.forget(seed)
+    first = [config for config in configs if config.seed == configs[0].seed]
+    open_ones = {config.bytes: undecided(of(rows, bytes=config.bytes)) for config in first}
+    for seed in range(len(configs) // len(first), more if any(open_ones.values()) else 0):
+        for config in (dataclasses.replace(config, seed=seed) for config in first):
+            methods = open_ones[config.bytes]
+            for method in ("frozen", *methods) if methods else ():
+                rows.append(runs.run(log, with_rates(config, method, rates[config.bytes])))
+        runs.forget(seed)
     return rows
+
+
+def with_rates(config: Config, method: str, rates: dict[str, Rates]) -> Config:
+    """The configuration of a method at the rates that were chosen for it."""
+    options: Any = rates[method]
+    return dataclasses.replace(config, method=method, **options)  # type: ignore[arg-type]
 
 
 def table(rows: Rows, log: Log) -> list[str]:
@@ -67,36 +101,75 @@ def table(rows: Rows, log: Log) -> list[str]:
     lines = [f"# Table 1: {log}", ""]
     for size in sorted({row["bytes"] for row in rows}):
         mine = of(rows, bytes=size)
+        methods = [method for method in METHODS if of(mine, method=method)]
         lines += [f"## {size} bytes an item", ""]
-        lines += ["| | p@100 % | p | r@100 % | p | distortion | p | the paper's p@100, r@100 |"]
-        lines += ["|---|---|---|---|---|---|---|---|"]
-        for method in (method for method in METHODS if of(mine, method=method)):
-            cells = [named(of(mine, method=method), rows)]
-            for value, scale in ((precision, 100), (recall, 100), (distortion, 1)):
-                cells += _cells(mine, method, value, scale)
+        lines += [
+            "| | angle | p@100 % | p | r@100 % | p | by seed, Holm | distortion | p | "
+            "by seed, Holm | distinct codes % | the paper's p@100, r@100 |"
+        ]
+        lines += ["|---" * 12 + "|"]
+        tests = {value: corrected(mine, value) for value in (recall, distortion)}
+        for method in methods:
+            first = of(mine, method=method)
+            angle = first[0]["config"]["angle"]
+            cells = [named(first, rows), "" if method in STILL else f"{angle:g}"]
+            cells += _cells(mine, method, precision, 100)
+            for value, scale in ((recall, 100), (distortion, 1)):
+                p = tests[value].get(method, math.nan)
+                cells += [*_cells(mine, method, value, scale), "" if math.isnan(p) else f"{p:.2g}"]
+            cells.append(f"{100 * statistics.mean(r['results']['distinct'] for r in first):.1f}")
             said = paper.get(method)
             cells.append(f"{said[0]}, {said[1]}" if said else "")
             lines.append(f"| {' | '.join(cells)} |")
         if full := [row["results"]["full"]["recall@100"] for row in of(mine, method="post-hoc")]:
             lines += ["", f"Full precision, without an index: r@100 {_mean(full, 100)} %."]
         lines.append("")
-        lines += [f"- {line}" for line in claims(mine)] + [""]
+        lines += [f"- {line}" for line in (*survivors(mine), *claims(mine))] + [""]
     where = rows[0]["gpu"] or f"{rows[0]['threads']} CPU threads"
     lines.append(
         f"n = {config['dim']}, {config['loss']} loss, {config['warmup']} steps of warm-up and "
-        f"{config['steps']} with the index, of {config['batch']}; lr {config['lr']:g}, angle "
-        f"{config['angle']:g}, weight {config['weight']:g} of the distortion; mean ± standard "
+        f"{config['steps']} with the index, of {config['batch']}; lr {config['lr']:g}, each "
+        f"method at the rates that validation users chose on seeds of their own; mean ± standard "
         f"deviation over {len({row['seed'] for row in rows})} seeds, p by one-way ANOVA against "
-        f"the baseline; {where}, torch {rows[0]['torch']}."
+        f"the baseline; by seed: paired Student's test, corrected by Holm for the number of "
+        f"methods; distinct codes: how many the items have, in % of the items; {where}, "
+        f"torch {rows[0]['torch']}."
     )
     return lines
+
+
+def corrected(rows: Rows, value: Value) -> dict[str, float]:
+    """p-values against the baseline, seed by seed, of all methods of one size, after Holm."""
+    base = of(rows, method="frozen")
+    there = [m for m in METHODS if m != "frozen" and of(rows, method=m)]
+    return holm({m: paired_p_value(*pairs(of(rows, method=m), base, value)) for m in there})
+
+
+def survivors(rows: Rows) -> list[str]:
+    """Which differences from the baseline survive the correction."""
+    base, told = of(rows, method="frozen"), []
+    for name, value in (("recall@100", recall), ("the distortion", distortion)):
+        tests = corrected(rows, value)
+        found: dict[str, list[str]] = {"above": [], "below": [], "open": []}
+        for method, p in tests.items():
+            first, second = pairs(of(rows, method=method), base, value)
+            way = "above" if sum(first) > sum(second) else "below"
+            found[way if p < SIGNIFICANT else "open"].append(LABELS[method])
+        parts = [
+            f"{way} the baseline: {', '.join(found[way]) or 'none'}" for way in ("above", "below")
+        ]
+        told.append(
+            f"After Holm's correction for {len(tests)} methods, {name} is {'; '.join(parts)}; "
+            f"not shown: {', '.join(found['open']) or 'none'}"
+        )
+    return told
 
 
 def claims(rows: Rows) -> list[str]:
     """What the rows of one size say about the paper's claims, and about indexing afterwards."""
     told = []
     base = of(rows, method="frozen")
-    for method in ("gcd-steepest", "gcd-greedy", "gcd-random", "cayley"):
+    for method in ("gcd", "gcd-steepest", "gcd-greedy", "gcd-random", "cayley", "pogo"):
         if not (base and (mine := of(rows, method=method))):
             continue
         told.append(
@@ -106,10 +179,11 @@ def claims(rows: Rows) -> list[str]:
         told.append(
             f"{LABELS[method]} raises its recall@100: {verdict(mine, base, recall, lower=False)}"
         )
-    mine, after = of(rows, method="gcd-greedy"), of(rows, method="post-hoc")
-    if mine and after:
-        found = verdict(mine, after, recall, lower=False)
-        told.append(f"GCD-G finds more than Faiss's OPQ afterwards: {found}")
+    for method, other in (("gcd", "post-hoc"), ("gcd", "jpq"), ("gcd", "cayley")):
+        mine, after = of(rows, method=method), of(rows, method=other)
+        if mine and after:
+            found = verdict(mine, after, recall, lower=False)
+            told.append(f"{LABELS[method]} finds more than {LABELS[other]}: {found}")
     return told
 
 
@@ -123,7 +197,7 @@ def paper_set(log: Log) -> str:
     return "industrial" if name == "built-in" else ""
 
 
-def _cells(rows: Rows, method: str, value: Callable[[Row], float], scale: float) -> list[str]:
+def _cells(rows: Rows, method: str, value: Value, scale: float) -> list[str]:
     mine, base = ([value(row) for row in of(rows, method=kind)] for kind in (method, "frozen"))
     p = p_value(mine, base)
     return [_mean(mine, scale), "" if method == "frozen" or math.isnan(p) else f"{p:.3g}"]

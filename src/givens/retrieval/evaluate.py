@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from givens import distributed
-from givens.quantizer import Quantizer
+from givens.quantizer import Codes, Quantizer
 from givens.retrieval.batches import Examples, HeldOut
 from givens.retrieval.state import Row, State
+from givens.retrieval.towers import Part
 from givens.retrieval.trainer import check_finite
 from givens.rotation import orthogonality_error
 
@@ -171,6 +172,30 @@ def mean_error(errors: list[float], catalogue: int) -> float:
     return math.fsum(distributed.from_all(lambda: math.fsum(errors))) / catalogue
 
 
+def hash_codes(codes: Codes) -> Int[Tensor, " N"]:
+    """A 64-bit hash of each code: among 10⁸ codes, two collide with a chance of 3·10⁻⁴."""
+    generator = torch.Generator().manual_seed(0)
+    columns = codes.fine.long()
+    if codes.coarse is not None:
+        columns = torch.cat([columns, codes.coarse[:, None]], 1)
+    span = torch.iinfo(torch.int64)
+    # Odd, so that no bit of a column is lost; sums wrap around.
+    odd = torch.randint(span.min, span.max, (columns.shape[1],), generator=generator) | 1
+    return (columns * odd.to(columns.device)).sum(1)
+
+
+def count_distinct(hashes: list[Int[Tensor, " m"]]) -> int:
+    """The number of different hashes on all ranks."""
+    mine = torch.unique(torch.cat(hashes))
+    # Equal ones meet on one rank.
+    owner = mine % distributed.count()
+    sent = torch.bincount(owner, minlength=distributed.count())
+    ones = [1] * len(sent)
+    came: list[int] = distributed.exchange(sent, ones, ones).tolist()
+    met = distributed.exchange(mine[owner.argsort(stable=True)], sent.tolist(), came)
+    return sum(distributed.from_all(lambda: len(torch.unique(met))))
+
+
 def compute_metrics(
     found: Int[Tensor, "b k"], held: HeldOut, catalogue: int, ks: tuple[int, ...] = KS
 ) -> dict[str, float]:
@@ -263,7 +288,7 @@ class Evaluator:
         for at, items in part.blocks():
             both = [items]
             if q is not None:
-                both.append(q.decode(q.encode(items)))
+                both.append(q.decode(self.encode(q, items, part.first + at)))
                 errors.append(sum_errors(*both))
             for parts, vectors in zip(rankings, both, strict=True):
                 where = {"first": part.first + at, "catalogue": m}
@@ -271,6 +296,13 @@ class Evaluator:
         found = [merge(parts, k).items for parts in rankings]
         recalls = [compute_metrics(one, self.valid, m, (k,))[f"recall@{k}"] for one in found]
         return recalls, mean_error(errors, m)
+
+    def encode(self, q: Quantizer, items: Float[Tensor, "m n"] | Part, first: int) -> Codes:
+        """The codes of items from number `first` on: those that training keeps fixed, if any."""
+        fixed, rows = self.state.codes, slice(first, first + len(items))
+        if fixed is None:
+            return q.encode(items)
+        return Codes(fixed.fine[rows], None if fixed.coarse is None else fixed.coarse[rows])
 
     @torch.no_grad()
     def test(self, quantizer: Quantizer) -> tuple[Any, dict[str, Any]]:
@@ -283,7 +315,8 @@ class Evaluator:
         state, m = self.state, self.state.log.catalogue
         held = self.examples.hold_out(state.log.test)
         users, part = state.towers.user(held.inputs), state.towers.part()
-        index = to_faiss(quantizer, part)
+        fixed = state.codes and self.encode(quantizer, part, part.first)
+        index = to_faiss(quantizer, fixed or part)
         k = min(max(KS), m)
         found: dict[str, list[Ranking]] = {
             "index": [search(index, users, held, k, first=part.first, catalogue=m)],
@@ -291,11 +324,13 @@ class Evaluator:
             "full": [],
             "popularity": [],
         }
-        errors = []
+        errors, hashes = [], []
         for at, items in part.blocks():
             first = part.first + at
-            decoded = quantizer.decode(quantizer.encode(items))
+            codes = self.encode(quantizer, items, first)
+            decoded = quantizer.decode(codes)
             errors.append(sum_errors(items, decoded))
+            hashes.append(hash_codes(codes))
             popular = self.examples.popularity[first : first + len(items), None]
             for name, vectors in (
                 ("decoded", decode_as_indexed(index, items, decoded, at)),
@@ -311,5 +346,7 @@ class Evaluator:
         }
         results["agreement"] = check_agreement(rankings["index"], rankings["decoded"])
         results["distortion"] = mean_error(errors, m)
+        # Items that share a code are the same to the index.
+        results["distinct"] = count_distinct(hashes) / m
         results["best_step"] = state.best.step
         return index, results

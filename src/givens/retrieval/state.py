@@ -14,7 +14,7 @@ from torch.optim import Adam, Optimizer
 from givens import distributed
 from givens.baselines import optimizer_for
 from givens.layer.layer import IndexLayer
-from givens.quantizer import Quantizer
+from givens.quantizer import Codes, Quantizer
 from givens.retrieval.config import LARGE, Config
 from givens.retrieval.data import Log
 from givens.retrieval.rows import Entry, RowFiles
@@ -85,6 +85,8 @@ class State:
         self.best = Best(-1.0, 0, {})
         # The index at the beginning of the joint phase.
         self.start: Quantizer | None = None
+        # Of all items, where training leaves them as they start.
+        self.codes: Codes | None = None
         self.reset_optimizers(joint=False)
         self.mark_rotation()
 
@@ -95,8 +97,8 @@ class State:
 
     @property
     def quantizer(self) -> Quantizer:
-        """The index at this step; R of "penalty", only close to a rotation, is projected."""
-        if self.config.method != "penalty":
+        """The index at this step; an R that is only close to a rotation is projected."""
+        if self.config.exact_rotation:
             return self.layer.quantizer
         R = project(self.layer.rotation.matrix.detach())
         coarse = None if self.layer.coarse is None else self.layer.coarse.detach()
@@ -113,7 +115,12 @@ class State:
         layer = {f"layer.{name}": part for name, part in self.layer.state_dict().items()}
         for name in self.tables:
             del towers[f"{name}.weight"]
-        return {**towers, **layer}
+        fixed = {}
+        if self.codes is not None:
+            fixed["codes.fine"] = self.codes.fine
+            if self.codes.coarse is not None:
+                fixed["codes.coarse"] = self.codes.coarse
+        return {**towers, **layer, **fixed}
 
     def columns(self, *, learning: bool = True) -> dict[str, Tensor]:
         """This rank's rows of split tables and, if `learning`, of what optimizers keep of them."""
@@ -130,11 +137,15 @@ class State:
         return next((table.range.start for table in self.tables.values()), 0)
 
     def load_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Overwrite the towers, the layer or both by parts of these names.
+        """Overwrite the towers, the layer and fixed codes by the parts of these names.
 
         Split tables may be among them, whole or as this rank's rows, or are left as they are.
         """
         whole = {**self.columns(learning=False), **parts}
+        if "codes.fine" in parts:
+            coarse = parts.get("codes.coarse")
+            coarse = None if coarse is None else coarse.to(self.device)
+            self.codes = Codes(parts["codes.fine"].to(self.device), coarse)
         for name, table in self.tables.items():
             if len(rows := whole[f"{name}.weight"]) == table.num_embeddings:
                 whole[f"{name}.weight"] = rows[table.range]
@@ -168,7 +179,7 @@ class State:
     def reset_optimizers(self, *, joint: bool) -> None:
         """Make fresh optimizers: Adam for towers and codebooks and, if `joint`, the one for R."""
         c, tables = self.config, self.towers.tables()
-        self.towers.items.weight.requires_grad_(not (joint and c.fixed_items))
+        self.towers.items.weight.requires_grad_(not (joint and c.items_stay))
         learned = [part for part in self.towers.parameters() if part.requires_grad]
         lr = c.joint_lr if self.step >= c.warmup else c.lr
         rare = [table.weight for table in tables.values() if table.weight.requires_grad]
@@ -229,7 +240,8 @@ class State:
 
 def can_capture(config: Config, *, joint: bool) -> bool:
     """Whether a step has no host synchronisation, so that a CUDA graph can capture it."""
-    waits = config.method == "expm" or (config.method == "gcd-steepest" and config.exact)
+    waits = config.method in ("expm", "pogo")
+    waits = waits or (config.method == "gcd-steepest" and config.exact)
     return distributed.alone() and not (joint and waits)
 
 
@@ -237,14 +249,15 @@ def make_rotation_optimizer(layer: IndexLayer, config: Config) -> Optimizer:
     """The optimizer for R, at a rate that turns an axis about equally far with every method.
 
     GCD's rate is that angle. Adam moves all n entries of an axis, each by its rate, and Cayley's
-    transform is I − 2S to first order.
+    transform is I − 2S to first order. A step of POGO's VectorAdam has length 1 in all n axes.
     """
     n = layer.rotation.dim
     spread = {"cayley": 2 * math.sqrt(n), "expm": math.sqrt(n), "penalty": math.sqrt(n)}
+    spread["pogo"] = 1 / math.sqrt(n)
+    method: Any = "frozen" if config.method == "jpq" else config.method
     options: dict[str, Any] = {}
-    if config.method.startswith("gcd"):
+    if method.startswith("gcd"):
         options = {"seed": config.seed, "exact": config.exact}
-    elif config.method != "frozen":
+    elif method in ("cayley", "expm", "penalty"):
         options = {"capturable": layer.codebooks.is_cuda}
-    rate = config.angle / spread.get(config.method, 1.0)
-    return optimizer_for(layer.rotation, config.method, rate, **options)  # type: ignore[arg-type]
+    return optimizer_for(layer.rotation, method, config.angle / spread.get(method, 1.0), **options)

@@ -132,10 +132,13 @@ class History(nn.Module):
         if table is None:
             nn.init.normal_(self.embedding.weight, std=dim**-0.5)
         self.recency = nn.Parameter(torch.zeros(heads, length))
+        # Stands for a history in which nothing is left, as after dropout: its direction would
+        # otherwise be 0/0, with a gradient to match.
+        self.empty = nn.Parameter(torch.randn(dim) * dim**-0.5)
         self.queries = nn.Parameter(torch.zeros(dim, heads)) if pool == "attention" else None
 
     def forward(self, history: Int[Tensor, "b h"]) -> Float[Tensor, "b n"]:
-        """The weighed sum for each row; zero for an empty history."""
+        """The weighed sum for each row; the learned vector for an empty history."""
         E, heads = self.embedding.weight, len(self.recency)
         if isinstance(self.embedding, Table):
             E, history = self.embedding.find(history)
@@ -154,8 +157,6 @@ class History(nn.Module):
         score = score.masked_fill(~here[:, None], -torch.inf)
         share = (score - score.detach().amax(2, keepdim=True).clamp_min(LEAST)).exp()
         weight = share / share.sum(2, keepdim=True).clamp_min(-1 / LEAST)
-        if heads == 1:
-            return functional.embedding_bag(ids, E, mode="sum", per_sample_weights=weight[:, 0])
         parts = E.view(len(E), heads, -1)
         pooled = [
             functional.embedding_bag(
@@ -163,7 +164,7 @@ class History(nn.Module):
             )
             for head in range(heads)
         ]
-        return torch.cat(pooled, 1)
+        return torch.where(here.any(1, keepdim=True), torch.cat(pooled, 1), self.empty)
 
 
 class Mix(nn.Module):

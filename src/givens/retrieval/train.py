@@ -23,10 +23,10 @@ from torch import Tensor
 from givens import distributed
 from givens.quantizer import Quantizer
 from givens.retrieval import checkpoint
-from givens.retrieval.batches import Examples
+from givens.retrieval.batches import open_examples
 from givens.retrieval.config import Config
-from givens.retrieval.data import Log
-from givens.retrieval.evaluate import Evaluator
+from givens.retrieval.data import Log, write_names
+from givens.retrieval.evaluate import Evaluator, count_distinct, hash_codes
 from givens.retrieval.state import Row, State
 from givens.retrieval.towers import Towers
 from givens.retrieval.trainer import Trainer
@@ -111,7 +111,7 @@ def train(
 
         _learn(trainer, evaluator, config.warmup, keep, progress)
         # Without steps of the joint phase, the index stays as it starts.
-        has_index = config.steps > 0 or config.method != "post-hoc"
+        has_index = config.steps > 0 or not config.after
         if state.step == config.warmup and not state.joint and has_index:
             trainer.begin_joint()
             saver.save_start()
@@ -137,10 +137,34 @@ def warm_up(
     return {name: part for name, part in learned.items() if name.startswith("towers.")}
 
 
+def explore(
+    log: Log,
+    config: Config,
+    towers: dict[str, Tensor],
+    *,
+    start: Quantizer | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[list[Row], Quantizer | None]:
+    """Run the last two phases for the validation users alone: their rows, and the start."""
+    state = State(log, config, device, blank=True)
+    state.start = start
+    state.skip_warm_up(towers)
+    trainer, evaluator = _prepare(state)
+    trainer.begin_joint()
+    evaluator.evaluate(trainer.take_losses())
+    _learn(trainer, evaluator, config.total, ignore)
+    if state.joint:
+        with torch.no_grad():
+            part = state.towers.part()
+            codes = evaluator.encode(state.quantizer, part, part.first)
+        state.rows[-1]["distinct"] = count_distinct([hash_codes(codes)]) / log.catalogue
+    return state.rows, state.start
+
+
 def _prepare(state: State) -> tuple[Trainer, Evaluator]:
     """What trains a state and what measures it, on the same examples."""
     c = state.config
-    examples = Examples(
+    examples = open_examples(
         state.log,
         history=c.history,
         ahead=c.ahead,
@@ -190,7 +214,7 @@ def _write_results(
         quantizer.save(folder / "quantizer.safetensors")
         if state.log.names is not None:
             with files.replacing(folder / "items.txt") as temporary:
-                temporary.write_text("".join(f"{name}\n" for name in state.log.names), "utf-8")
+                write_names(temporary, state.log.names)
         files.write_json(folder / "results.json", results)
 
     distributed.from_first(write)

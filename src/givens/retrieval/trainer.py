@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from givens import distributed
 from givens.fixed.fit import fit
 from givens.kernels.gpu.replay import Replay
 from givens.layer.layer import IndexLayer
-from givens.quantizer import Quantizer
+from givens.quantizer import Codes, Quantizer
 from givens.retrieval.batches import Examples, Inputs
 from givens.retrieval.config import Config
 from givens.retrieval.losses import hinge_loss, softmax_loss
@@ -24,6 +25,10 @@ FITTED = 1 << 16
 
 # The rates rise over so many steps before they fall.
 RAMP = 100
+
+
+class DivergedError(ValueError):
+    """A loss that is not finite."""
 
 
 class Trainer:
@@ -46,11 +51,12 @@ class Trainer:
         return self.state.log.catalogue if c.negatives is None else c.batch + c.negatives
 
     def advance(self) -> None:
-        """Take one step: every rank draws the whole batch, and works on its rows of it."""
+        """Take one step: every rank works on its rows of the batch."""
         state, c = self.state, self.state.config
         self.set_rates()
-        inputs, target = self.examples.draw(state.step, c.batch, progress=state.step / c.total)
-        mine = self.examples.drop_items(inputs, c.dropout)[distributed.rows(c.batch)]
+        mine, target = self.examples.draw(
+            state.step, c.batch, progress=state.step / c.total, dropout=c.dropout
+        )
         drawn = None if c.negatives is None else self.examples.draw_items(c.negatives)
         batch = (mine.history, mine.words, target, drawn)
         losses = self.replay(self.update, *batch) if self.replay else self.update(*batch)
@@ -100,11 +106,15 @@ class Trainer:
             # How often an item is expected among the candidates.
             often = c.batch * self.examples.popularity[ids] + len(drawn) / state.log.catalogue
             log_q = often.log()
-        items = state.towers.item(None if ids is None else ids[distributed.rows(self.candidates)])
+        part = None if ids is None else ids[distributed.rows(self.candidates)]
         distortion = users.new_zeros(())
-        if state.joint:
-            items, _, distortion = state.layer(items)
-            distortion = distributed.share(distortion, len(items), self.candidates)
+        if state.codes is not None:
+            items = decode_fixed(state.layer, state.codes, part)
+        else:
+            items = state.towers.item(part)
+            if state.joint:
+                items, _, distortion = state.layer(items)
+                distortion = distributed.share(distortion, len(items), self.candidates)
         items = distributed.gather_rows(items, self.candidates)
         if c.loss == "hinge":
             return hinge_loss(users, items, column, margin=c.margin, same=same), distortion
@@ -112,18 +122,22 @@ class Trainer:
         return loss, distortion
 
     def set_rates(self) -> None:
-        """Set the learning rates: in each phase up in a line, then down to 0 by a cosine."""
-        state, c = self.state, self.state.config
-        first, length = (0, c.warmup) if state.step < c.warmup else (c.warmup, c.steps)
-        at = state.step - first
-        factor = min(1.0, (at + 1) / RAMP) * (1 + math.cos(math.pi * at / length)) / 2
-        for optimizer in state.optimizers:
+        """Set the learning rates of the step to come."""
+        factor = self.find_factor()
+        for optimizer in self.state.optimizers:
             for group in optimizer.param_groups:
                 rate = factor * group["initial_lr"]
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
+
+    def find_factor(self) -> float:
+        """The part of the rates to take: in each phase up in a line, then down by a cosine."""
+        state, c = self.state, self.state.config
+        first, length = (0, c.warmup) if state.step < c.warmup else (c.warmup, c.steps)
+        at = state.step - first
+        return min(1.0, (at + 1) / RAMP) * (1 + math.cos(math.pi * at / length)) / 2
 
     def take_losses(self) -> list[Float[Tensor, " 2"]]:
         """The losses of all steps since the last call: retrieval and distortion.
@@ -143,12 +157,14 @@ class Trainer:
         """
         state, c = self.state, self.state.config
         state.load_best()
-        if c.method != "post-hoc":
+        if not c.after:
             if state.start is None:
                 start_index(state.layer, self.collect(c.sample), c)
                 state.start = state.layer.quantizer
             else:
                 state.layer.start_from(state.start)
+            if c.method == "jpq":
+                state.codes = self.encode_items()
             state.best = Best(-1.0, state.step, {})
             state.mark_rotation()
         state.reset_optimizers(joint=state.joint)
@@ -167,18 +183,24 @@ class Trainer:
         return distributed.gather_rows(state.towers.item(mine), len(ids))
 
     @torch.no_grad()
+    def encode_items(self) -> Codes:
+        """The codes of all items, on every rank."""
+        q, m = self.state.layer.quantizer, self.state.log.catalogue
+        blocks = [q.encode(items) for _, items in self.state.towers.part().blocks()]
+        fine = torch.cat([codes.fine for codes in blocks])
+        lists = [codes.coarse for codes in blocks if codes.coarse is not None]
+        coarse = distributed.gather_rows(torch.cat(lists), m) if lists else None
+        return Codes(distributed.gather_rows(fine, m), coarse)
+
+    @torch.no_grad()
     def finish(self) -> Quantizer:
-        """Go back to the best step; gives its index, or the one that Faiss fits post hoc."""
+        """Go back to the best step; gives its index, or one that is fitted post hoc."""
         state, c = self.state, self.state.config
         state.load_best()
         if state.joint:
             return state.quantizer
-        from givens.export.faiss import fit_opq
-
         items = self.collect(FITTED) if state.tables else state.towers.item()
-        sizes = (c.subspaces, c.codewords, c.coarse)
-        fitted = distributed.from_first(lambda: fit_opq(items.cpu(), *sizes, metric="cosine"))
-        return fitted.to(state.device)
+        return distributed.from_first(lambda: fit_after(items, c)).to(state.device)
 
     def check_ranks(self) -> None:
         """Refuse ranks that would not train the same model on the same draws."""
@@ -235,6 +257,34 @@ def start_index(layer: IndexLayer, sample: Float[Tensor, "N n"], config: Config)
     layer.start_from(Quantizer(R, q.codebooks, q.coarse, "cosine"))
 
 
+def fit_after(items: Float[Tensor, "N n"], config: Config) -> Quantizer:
+    """The index that Faiss's OPQ or `givens.fit` makes of items that are trained."""
+    c = config
+    if c.method == "post-hoc-fit":
+        how: dict[str, Any] = {"codewords": c.codewords, "coarse": c.coarse, "seed": c.seed}
+        return fit(items, c.subspaces, metric="cosine", **how)
+    from givens.export.faiss import fit_opq
+
+    return fit_opq(items.cpu(), c.subspaces, c.codewords, c.coarse, metric="cosine")
+
+
+def decode_fixed(
+    layer: IndexLayer, codes: Codes, ids: Int[Tensor, " m"] | None
+) -> Float[Tensor, "m n"]:
+    """Items as their codes stand for them, with gradients to codebooks and centroids."""
+    D, K, w = layer.codebooks.shape
+    fine = codes.fine if ids is None else codes.fine[ids]
+    places = fine.long() + K * torch.arange(D, device=fine.device)
+    # Not by an index: its gradient is added up by several threads in whatever order.
+    Y = functional.embedding(places, layer.codebooks.view(D * K, w)).flatten(1)
+    if layer.coarse is not None and codes.coarse is not None:
+        Y = Y + functional.embedding(
+            codes.coarse if ids is None else codes.coarse[ids], layer.coarse
+        )
+    decoded: Tensor = Y @ layer.rotation.matrix.mT.detach()
+    return decoded
+
+
 def check_finite(step: int, losses: list[Float[Tensor, " 2"]]) -> None:
     """Refuse losses that are not finite; `step` is that of the first of them."""
     table = torch.stack(losses).cpu()
@@ -242,7 +292,7 @@ def check_finite(step: int, losses: list[Float[Tensor, " 2"]]) -> None:
     if len(bad):
         at = int(bad[0])
         retrieval, distortion = table[at].tolist()
-        raise ValueError(
+        raise DivergedError(
             f"the loss is not finite at step {step + at}: retrieval {retrieval:g}, distortion "
             f"{distortion:g}; a lower lr or a higher temperature may help"
         )
