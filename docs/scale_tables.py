@@ -203,7 +203,8 @@ def split_plan(rows: Rows) -> list[str]:
         sent = share * ((8 + 8 * n) * (drawn + 2 * batch / gpus) + 8 * 2 * batch * n)
         steps = times * V / batch
         touched = 3 * 8 * n * (drawn + 2 * batch / gpus)
-        hours = steps * (sent / network + touched / 4e12) / 3600
+        scored = 6 * batch * 2 * batch * n / gpus
+        hours = steps * (sent / network + touched / 4e12 + scored / 1e14) / 3600
         host = beside * V / gpus
         columns.append((bytes_of_all, gpus, host, sent, steps, hours, price * hours * gpus))
     small, large = columns
@@ -218,7 +219,7 @@ def split_plan(rows: Rows) -> list[str]:
         ),
         ("a rank sends in a step, at most", "{:.0f} MB", 1e-6, "the table above"),
         ("steps", "{:,.0f}", 1, f"{times}·V / {batch:,}"),
-        ("hours, at least", "{:.0f}", 1, "traffic alone"),
+        ("hours, at least", "{:.1f}", 1, "traffic, and 6·B·C·n operations of the scores"),
         ("GPU-hours in $", "{:,.0f}", 1, "assumed price"),
     )
     for at, (name, shown, unit, how) in enumerate(told):

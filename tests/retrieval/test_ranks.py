@@ -254,7 +254,8 @@ def test_a_checkpoint_of_ranks_is_one_of_any_number(told, name, monkeypatch):
     index = faiss.serialize_index(found)
     done = train(log, Config(**config["config"]), run, resume=True)
     assert done.rows == four[name]["rows"]
-    assert done.results["index"] == pytest.approx(four[name]["results"]["index"])
+    # Items that share a code are found in any order.
+    assert done.results["index"] == pytest.approx(four[name]["results"]["index"], abs=1e-3)
     # The index that four ranks put together is the one that one rank makes of all items.
     again = faiss.serialize_index(load_index(run / "index.faiss").index)
     np.testing.assert_array_equal(index, again)
