@@ -4,9 +4,9 @@
 
 Three ways to split an embedding table by rows, on CPU ranks with gloo: TorchRec, a DTensor sharded
 over rows, and `givens.retrieval.tables`. Every step looks up the same ids, drawn by a power law,
-and moves their rows: TorchRec by its row-wise Adagrad, a DTensor by dense Adagrad, since its gradient
-is dense, ours by `RowWise`. TorchRec is not in the `bench` extra, since each of its versions takes
-one version of torch:
+and moves their rows: TorchRec by its row-wise Adagrad, a DTensor by dense Adagrad, since its
+gradient is dense, ours by `RowWise`. TorchRec is not in the `bench` extra, since each of its
+versions takes one version of torch:
 
     pip install --target EXTRA --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict pyvers \
         torchmetrics==1.0.3 lightning-utilities pyre-extensions typing-inspect mypy-extensions \
