@@ -59,6 +59,7 @@ STEPS = {
     "landing": "Landing",
 }
 TOWERS = {"gcd": "GCD", "gcd-random": "GCD-R", "gcd-greedy": "GCD-G", "frozen": "frozen rotation"}
+TOWERS |= {"cayley": "Cayley", "pogo": "POGO"}
 LOGS = {
     "ml-1m": "MovieLens 1M",
     "amazon-book": "Amazon Books",

@@ -1,10 +1,11 @@
-"""What GCD is compared with, in the same form: a `Rotation` and an optimizer that learns it.
+"""The baselines of GCD, in the same form: a `Rotation` and an optimizer that learns it.
 
 Cayley and the matrix exponential rebuild W from a skew matrix at every forward pass; Procrustes
-follows the gradient off SO(n) and comes back by SVD; the penalty pulls W towards SO(n) and lets it
-leave; frozen leaves it alone.
+follows the gradient off SO(n) and comes back by SVD; POGO follows it and comes nearly back by a few
+products; the penalty pulls W towards SO(n) and lets it leave; frozen leaves it alone.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast, get_args
 
@@ -18,17 +19,17 @@ from givens.optim import GCD
 from givens.pairing import Pairing, Variant
 from givens.rotation import Rotation, determinant, nearest
 
-Method = Literal["gcd", "gcd-all", Variant, "cayley", "expm", "svd", "penalty", "frozen"]
+Method = Literal["gcd", "gcd-all", Variant, "cayley", "expm", "svd", "pogo", "penalty", "frozen"]
 
 
 def optimizer_for(rotation: Rotation, method: Method, lr: float, **options: Any) -> Optimizer:
-    """The optimizer that learns `rotation` by `method`: the one argument that experiments exchange.
+    """The optimizer that learns `rotation` by `method`.
 
-    "gcd" is GCD as it comes, "gcd-all" with every plane in every step; "gcd-random", "gcd-greedy",
-    "gcd-steepest" and the overlapping ones turn one pairing for a gradient, as the paper does, with
-    one size for the matrix. `options` go to the optimizer. For "cayley" and "expm" the rotation's
-    weight is parametrized in place, around where it is now; `rotation.matrix` and its calls are
-    used as before.
+    "gcd" is GCD with its defaults, "gcd-all" turns every plane in every step; "gcd-random",
+    "gcd-greedy", "gcd-steepest" and the overlapping variants are the paper's: one pairing for a
+    gradient, with one scale for the matrix. `options` go to the optimizer. "cayley" and "expm"
+    parametrize the rotation's weight in place, around its current value; `rotation` is used as
+    before. "pogo" needs the package pogo-torch.
     """
     if method not in get_args(Method):
         known = ", ".join(map(repr, get_args(Method)))
@@ -44,12 +45,12 @@ def optimizer_for(rotation: Rotation, method: Method, lr: float, **options: Any)
         mapped = Cayley if method == "cayley" else Exponential
         parametrize.register_parametrization(rotation, "weight", mapped(rotation.weight))
         return Adam(rotation.parameters(), lr, **options)
-    others = {"svd": Procrustes, "penalty": Penalty, "frozen": Frozen}
+    others: Any = {"svd": Procrustes, "penalty": Penalty, "pogo": make_pogo, "frozen": Frozen}
     return cast(Optimizer, others[method](rotation.parameters(), lr, **options))
 
 
 class Cayley(nn.Module):
-    """W = (I − S)(I + S)⁻¹ W₀ with S skew: no rotation by π in any plane can be reached from W₀."""
+    """W = (I − S)(I + S)⁻¹ W₀ with S skew; cannot reach a turn by π in any plane from W₀."""
 
     base: Tensor
 
@@ -60,12 +61,12 @@ class Cayley(nn.Module):
     def forward(self, X: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
         """W, from the part of X above its diagonal."""
         S, eye = _skew(X)
-        # (I − S) and (I + S)⁻¹ commute. I + S is never singular: to check would wait for a GPU.
+        # (I − S) and (I + S)⁻¹ commute. I + S is never singular; checking would synchronise a GPU.
         W: Tensor = torch.linalg.solve_ex(eye + S, (eye - S) @ self.base).result
         return W
 
     def right_inverse(self, W: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-        """Start over from W, with S = 0."""
+        """Restart from W, with S = 0."""
         self.base.copy_(W.detach())
         return torch.zeros_like(W)
 
@@ -80,7 +81,7 @@ class Exponential(Cayley):
 
 
 class Procrustes(Optimizer):
-    """Gradient descent off SO(n), and back to the nearest orthogonal matrix by SVD."""
+    """A gradient step off SO(n), then back to the nearest orthogonal matrix by SVD."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -106,14 +107,14 @@ class Penalty(Adam):
         self, params: Iterable[Any], lr: float = 1e-3, *, weight: float = 1.0, **options: Any
     ) -> None:
         super().__init__(params, lr, **options)
-        # For groups that are there, and for those that come.
+        # For these groups, and for those added later.
         self.defaults["weight"] = weight
         for group in self.param_groups:
             group.setdefault("weight", weight)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Add the penalty's gradient, 4·weight·(WWᵀ − I)W, and let Adam go on."""
+        """Add the penalty's gradient, 4·weight·(WWᵀ − I)W, and take Adam's step."""
         loss = _evaluate(closure)
         for group in self.param_groups:
             for W in group["params"]:
@@ -123,8 +124,44 @@ class Penalty(Adam):
         return loss
 
 
+def make_pogo(params: Iterable[Tensor], lr: float = 1e-3) -> Optimizer:
+    """POGO of the package pogo-torch with its VectorAdam: six n×n×n products.
+
+    W is only nearly orthogonal: a large step leaves SO(n), and the next ones come back. The package
+    counts steps in the parameter group, where a checkpoint would lose them, and fails after a first
+    gradient of zeros; here the count is in the state.
+    """
+    try:
+        # Its import compiles a function, by parts of torch that torch deprecates.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from pogo import POGO, base
+    except ImportError as error:
+        raise ImportError("the method pogo needs pogo-torch: pip install pogo-torch") from error
+
+    class Counted(POGO):  # type: ignore[misc]
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            loss = _evaluate(closure)
+            for group in self.param_groups:
+                (W,) = group["params"]
+                group["step"] = self.state[W].get("step", 0)
+            super().step()
+            for group in self.param_groups:
+                (W,), count = group["params"], group.pop("step")
+                if "exp_avg" in self.state[W]:
+                    self.state[W]["step"] = count
+            return loss
+
+    groups = [{"params": [W]} for W in params]
+    return cast(Optimizer, Counted(groups, base.VectorAdam(), lr, flatten_fn=_as_batch))
+
+
+def _as_batch(W: Tensor) -> Tensor:
+    return W[None]
+
+
 class Frozen(Optimizer):
-    """Leaves everything as it is."""
+    """An optimizer that changes nothing."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.0) -> None:
         super().__init__(params, {"lr": lr})

@@ -1,8 +1,8 @@
 """Processes that train one model together, and what they exchange; one alone exchanges nothing.
 
-Every rank holds all that is learned, and works on its part of the rows. A loss is a rank's share of
-the mean over all rows, so that losses add up over ranks, and their gradients too: each rank then
-takes the same step from the same sums.
+Every rank holds all that is learned but the rows of large tables, which are split, and works on its
+part of the batch. A loss is a rank's share of the mean over all rows, so that losses add up over
+ranks, and their gradients too: each rank then takes the same step from the same sums.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
@@ -47,7 +48,19 @@ def is_first() -> bool:
 
 def rows(total: int) -> slice:
     """Which of so many rows are this rank's: as many as any other's, or one less or more."""
-    return slice(0, total) if alone() else _rows(total, distributed.get_rank())
+    if alone():
+        return slice(0, total)
+    return slice(*bounds(total)[distributed.get_rank() :][:2])
+
+
+def bounds(total: int) -> list[int]:
+    """Where each rank's rows begin, and where those of the last end."""
+    return [rank * total // count() for rank in range(count() + 1)]
+
+
+def sizes(total: int) -> list[int]:
+    """How many of so many rows each rank has."""
+    return [stop - first for first, stop in pairwise(bounds(total))]
 
 
 def share(mean: Tensor, part: int, total: int) -> Tensor:
@@ -74,20 +87,27 @@ def gather_rows(x: Float[Tensor, "part n"], total: int) -> Float[Tensor, "all n"
     """
     if alone():
         return x
-    everything: Tensor = _Gathered.apply(x, total)  # type: ignore[no-untyped-call]
-    return everything
+    return exchange(x.repeat(count(), *[1] * (x.ndim - 1)), [len(x)] * count(), sizes(total))
+
+
+def exchange(x: Tensor, sent: list[int], taken: list[int]) -> Tensor:
+    """Send the first `sent[0]` rows to the first rank, and so on; gives what came, in their order.
+
+    Gradients go back the way that the rows came.
+    """
+    if alone():
+        return x
+    came: Tensor = _Exchanged.apply(x, sent, taken)  # type: ignore[no-untyped-call]
+    return came
 
 
 def add_gradients(parameters: Iterable[Tensor]) -> None:
-    """Put the sum over ranks in the place of each gradient."""
+    """Put the sum over ranks in the place of each gradient; those of split tables are whole."""
     if alone():
         return
-    gradients = []
-    for part in parameters:
-        if part.grad is not None and part.grad.is_sparse:
-            part.grad = _rows_of_all(part.grad)
-        elif part.grad is not None:
-            gradients.append(part.grad)
+    gradients = [
+        part.grad for part in parameters if part.grad is not None and not part.grad.is_sparse
+    ]
     large = [gradient for gradient in gradients if gradient.numel() > BUNDLED]
     small = [gradient for gradient in gradients if gradient.numel() <= BUNDLED]
     # Small ones travel together: sending takes longer than what is sent.
@@ -114,39 +134,32 @@ def copy_from_first(*parts: Tensor | None) -> None:
 
 def from_first(make: Callable[[], Made]) -> Made:
     """What the first rank makes, or the error that it ends with, on all of them."""
+    return cast(Made, from_all(lambda: make() if is_first() else None)[0])
+
+
+def from_all(make: Callable[[], Made]) -> list[Made]:
+    """What each rank makes, in their order, or the first of their errors, on all of them."""
     if alone():
-        return make()
-    made: list[Any] = [None, None]
-    if is_first():
-        try:
-            made[0] = make()
-        except Exception as error:
-            made[1] = error
+        return [make()]
+    mine: tuple[Made | None, Exception | None]
+    try:
+        mine = make(), None
+    except Exception as error:
+        mine = None, error
+    everything: list[Any] = [None] * count()
     with _exchange():
-        distributed.broadcast_object_list(made, 0)
-    if made[1] is not None:
-        raise made[1]
-    result: Made = made[0]
-    return result
+        distributed.all_gather_object(everything, mine)
+    for _, failure in everything:
+        if failure is not None:
+            raise failure
+    return [made for made, _ in everything]
 
 
 def together(make: Callable[[], Made]) -> Made:
-    """What each rank makes for itself; an error on any of them ends all, with its line."""
-    if alone():
-        return make()
-    made: Made | None = None
-    error: Exception | None = None
-    try:
-        made = make()
-    except Exception as failure:
-        error = failure
-    errors: list[Any] = [None] * count()
-    with _exchange():
-        distributed.all_gather_object(errors, error)
-    for one in errors:
-        if one is not None:
-            raise one
-    return cast(Made, made)
+    """What each rank makes for itself; an error on any of them is raised on all."""
+    made: list[Made] = []
+    from_all(lambda: made.append(make()))
+    return made[0]
 
 
 def check_same(name: str, parts: Iterable[Tensor | str], hint: str) -> None:
@@ -159,9 +172,7 @@ def check_same(name: str, parts: Iterable[Tensor | str], hint: str) -> None:
             digest.update(part.detach().cpu().contiguous().numpy().data)
         else:
             digest.update(part.encode())
-    found: list[Any] = [None] * count()
-    with _exchange():
-        distributed.all_gather_object(found, digest.hexdigest())
+    found = from_all(digest.hexdigest)
     other = [rank for rank, each in enumerate(found) if each != found[0]]
     if other:
         raise ValueError(
@@ -242,10 +253,6 @@ def _store(timeout: datetime.timedelta) -> tuple[Any, int, int]:
     return PrefixStore(f"givens {os.environ['TORCHELASTIC_RESTART_COUNT']}", store), rank, world
 
 
-def _rows(total: int, rank: int) -> slice:
-    return slice(rank * total // count(), (rank + 1) * total // count())
-
-
 @contextlib.contextmanager
 def _exchange() -> Iterator[None]:
     try:
@@ -260,32 +267,21 @@ def _exchange() -> Iterator[None]:
         ) from error
 
 
-def _rows_of_all(gradient: Tensor) -> Tensor:
-    """A sparse gradient with the rows of all ranks, each of which has its part of them."""
-    indices, values = gradient._indices()[0], gradient._values()
-    total = int(sum_ranks(values.new_tensor(len(values))))
-    parts = gather_rows(indices, total)[None], gather_rows(values, total)
-    return torch.sparse_coo_tensor(*parts, gradient.shape)
-
-
-class _Gathered(torch.autograd.Function):
-    """Rows of all ranks, in their order."""
+class _Exchanged(torch.autograd.Function):
+    """`exchange`; torch's own with a gradient is deprecated in one place, private in the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: int) -> Tensor:
-        ctx.rows = rows(total)
-        # All send as many rows.
-        mine = x.new_zeros(-(-total // count()), *x.shape[1:])
-        mine[: len(x)] = x
-        parts = [torch.empty_like(mine) for _ in range(count())]
-        with _exchange():
-            distributed.all_gather(parts, mine)
-        whose = [_rows(total, rank) for rank in range(count())]
-        return torch.cat([part[: w.stop - w.start] for part, w in zip(parts, whose, strict=True)])
+    def forward(ctx: Any, x: Tensor, sent: list[int], taken: list[int]) -> Tensor:
+        ctx.sizes = taken, sent
+        return _exchange_rows(x, sent, taken)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        g = g.clone(memory_format=torch.contiguous_format)
-        with _exchange():
-            distributed.all_reduce(g)
-        return g[ctx.rows], None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _exchange_rows(g, *ctx.sizes), None, None
+
+
+def _exchange_rows(x: Tensor, sent: list[int], taken: list[int]) -> Tensor:
+    came = x.new_empty(sum(taken), *x.shape[1:])
+    with _exchange():
+        distributed.all_to_all_single(came, x.contiguous(), taken, sent)
+    return came

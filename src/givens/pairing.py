@@ -357,12 +357,17 @@ def _permute(x: Tensor, size: int, key: Tensor) -> Tensor:
     mask, half = (1 << bits) - 1, (bits + 1) // 2
     numbers = torch.arange(1, 2 * SHUFFLE_ROUNDS + 1, device=key.device)
     keys = _hash(key + numbers * GOLDEN).tolist()
+
+    def shuffle(words: Tensor) -> Tensor:
+        for factor, shift in zip(keys[::2], keys[1::2], strict=True):
+            words = (words * (factor | 1) + shift) & mask
+            words = words ^ (words >> half)
+        return words
+
+    # Of the fewest words most fall outside, again and again: they are looked up.
+    table = shuffle(torch.arange(1 << bits, device=x.device)) if bits == SHUFFLE_BITS else None
     outside = torch.ones_like(x, dtype=torch.bool)
     while outside.any():
-        y = x
-        for factor, shift in zip(keys[::2], keys[1::2], strict=True):
-            y = (y * (factor | 1) + shift) & mask
-            y = y ^ (y >> half)
-        x = torch.where(outside, y, x)
+        x = torch.where(outside, shuffle(x) if table is None else table[x], x)
         outside = x >= size
     return x

@@ -18,7 +18,7 @@ from givens.retrieval.config import SIZES, Config, Size, config_for
 from givens.retrieval.data import MIN_ITEMS, MIN_RATING, Log
 from givens.storage import files
 
-# Of a run's folder, beside its checkpoint.
+# The files in a run's folder, in addition to its checkpoint.
 WRITTEN = (
     "config.json",
     "index.faiss",
@@ -34,14 +34,14 @@ WRITTEN = (
 )
 
 
-# Steps of a phase that are left out of its timing, while code is compiled, and those timed.
+# Steps of a phase before its timing, while code is compiled, and steps that are timed.
 SETTLE, TIMED = 5, 20
 # Fields of `Config` whose defaults depend on the size.
 SIZED = {name for options in SIZES.values() for name in options} | {"batch", "every"}
 
 
 def _add_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of `Config` as options, in the place of its `**options`."""
+    """Give a command the fields of `Config` as options, in place of its `**options`."""
     signature = inspect.signature(command)
     ours = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     fields = [_make_option(one) for one in dataclasses.fields(Config)]
@@ -56,7 +56,7 @@ def _make_option(field: dataclasses.Field[Any]) -> inspect.Parameter:
     if get_origin(kind) is Literal:
         kind = str
     if sized or field.default is None:
-        # None stands for what the size says.
+        # None means the default of the size.
         kind = kind | None
     shown = typer.Option(
         f"--{field.name.replace('_', '-')}",
@@ -175,7 +175,7 @@ def _train(
     typer.echo(log)
     if log.selection is not None and log.selection.drops:
         typer.echo(f"Left out: {log.selection} (--min-items, --min-rating)")
-    # A run that goes on keeps its own record, whose options were the same or are refused below.
+    # A resumed run keeps its record; options that differ from it raise below.
     record = output / "config.json"
     about = {**run_record(config, log, device, data), "seconds": 0.0}
     if (output / CHECKPOINT).exists() and record.exists():
@@ -183,7 +183,7 @@ def _train(
     before = about.get("seconds")
 
     def write_record() -> None:
-        """The seconds of all parts of the run, up to now; none where those of one are not known."""
+        """Write the record; `seconds` sums all parts of the run, and is None if one is unknown."""
         if before is not None:
             about["seconds"] = before + time.perf_counter() - began
         files.write_json(record, about)
@@ -216,7 +216,7 @@ def _train(
 
 
 class Clock:
-    """Shows the progress of a run, and says after the first steps of a phase how long it takes."""
+    """Shows the progress of a run, and after the first steps of a phase its expected time."""
 
     def __init__(self, bar: out.Bar, config: Config, device: torch.device) -> None:
         self.bar, self.config, self.device = bar, config, device
@@ -225,11 +225,11 @@ class Clock:
         self.began = 0.0
 
     def show(self, step: int) -> None:
-        """Show a step on the bar."""
+        """Show a step on the progress bar."""
         self.bar.stand(step, self.config.total, self.note)
 
     def count(self, step: int) -> None:
-        """Hear of a step that was taken."""
+        """Count a step."""
         self.show(step)
         c = self.config
         if self.first is None or step == c.warmup + 1:
@@ -260,7 +260,7 @@ def _describe_seconds(seconds: float) -> str:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """The record of a run that goes on."""
+    """Read the record of a run that is resumed."""
     try:
         about: dict[str, Any] = dict(json.loads(path.read_text("utf-8")))
         if about.get("seconds") is not None:
@@ -273,7 +273,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def run_record(config: Config, log: Log, device: str, data: Path | None) -> dict[str, Any]:
-    """How a run comes about, for its config.json."""
+    """The record of a run, for its config.json."""
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
     if not distributed.alone():
         options["ranks"] = distributed.count()
@@ -289,7 +289,7 @@ def _describe_row(row: dict[str, Any]) -> str:
 
 
 def _describe_results(config: Config, results: dict[str, Any]) -> list[str]:
-    """What test users find, a line for each way to search; a warning first if it is too little."""
+    """The test users' recall, a line for each way to search, after a warning if it is too low."""
     names = {
         "full": "full precision",
         "index": f"index, {config.bytes} bytes",

@@ -13,23 +13,29 @@ Method = Literal[
     "frozen",
     "cayley",
     "expm",
+    "pogo",
     "penalty",
     "gcd",
     "gcd-random",
     "gcd-greedy",
     "gcd-steepest",
+    "jpq",
     "post-hoc",
+    "post-hoc-fit",
 ]
 LABELS: dict[str, str] = {
     "frozen": "frozen (the baseline)",
     "cayley": "Cayley",
     "expm": "matrix exponential",
+    "pogo": "POGO",
     "penalty": "penalty",
     "gcd": "GCD",
     "gcd-random": "GCD-R",
     "gcd-greedy": "GCD-G",
     "gcd-steepest": "GCD-S",
+    "jpq": "JPQ (codes fixed)",
     "post-hoc": "Faiss OPQ afterwards",
+    "post-hoc-fit": "givens.fit afterwards",
 }
 """What tables and pictures call the methods."""
 Start = Literal["opq", "identity", "random"]
@@ -92,8 +98,9 @@ class Config:
         Method,
         INDEX(
             "How R is learned: gcd (as in givens.GCD), the paper's gcd-random, gcd-greedy and "
-            "gcd-steepest, cayley, expm, penalty; frozen: as it starts; post-hoc: no index in "
-            "training, Faiss OPQ afterwards."
+            "gcd-steepest, cayley, expm, pogo, penalty; frozen: as it starts; jpq: the codes too "
+            "stay as they start; post-hoc, post-hoc-fit: no index in training, Faiss OPQ or "
+            "givens.fit afterwards."
         ),
     ] = "gcd"
     start: Annotated[Start, INDEX("Where R starts: opq, identity or random.")] = "opq"
@@ -164,6 +171,21 @@ class Config:
     def total(self) -> int:
         """Steps of both phases."""
         return self.warmup + self.steps
+
+    @property
+    def after(self) -> bool:
+        """Whether the index is made after the training, which knows nothing of it."""
+        return self.method.startswith("post-hoc")
+
+    @property
+    def exact_rotation(self) -> bool:
+        """Whether training keeps R a rotation, not only close to one."""
+        return self.method not in ("penalty", "pogo")
+
+    @property
+    def items_stay(self) -> bool:
+        """Whether the item tower stays as it is, with the index."""
+        return self.fixed_items or self.method == "jpq"
 
     @property
     def bytes(self) -> int:

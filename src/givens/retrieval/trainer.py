@@ -7,20 +7,28 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from givens import distributed
 from givens.fixed.fit import fit
 from givens.kernels.gpu.replay import Replay
 from givens.layer.layer import IndexLayer
-from givens.quantizer import Quantizer
+from givens.quantizer import Codes, Quantizer
 from givens.retrieval.batches import Examples, Inputs
 from givens.retrieval.config import Config
 from givens.retrieval.losses import hinge_loss, softmax_loss
 from givens.retrieval.state import Best, State
 from givens.rotation import random_rotation
 
+# Items of a split table that an index is fitted to post hoc: Faiss looks at no more.
+FITTED = 1 << 16
+
 # The rates rise over so many steps before they fall.
 RAMP = 100
+
+
+class DivergedError(ValueError):
+    """A loss that is not finite."""
 
 
 class Trainer:
@@ -29,9 +37,9 @@ class Trainer:
     def __init__(self, state: State, examples: Examples) -> None:
         self.state, self.examples = state, examples
         # Where all items are candidates: a rank's part of them. One alone does without the list.
-        self.everything = (
-            None if distributed.alone() else torch.arange(state.log.catalogue, device=state.device)
-        )
+        self.everything: Tensor | None = None
+        if state.config.negatives is None and not distributed.alone():
+            self.everything = torch.arange(state.log.catalogue, device=state.device)
         # Losses since the last evaluation; reading them waits for the device.
         self.pending: list[Tensor] = []
         self.replay = self._make_replay()
@@ -98,11 +106,15 @@ class Trainer:
             # How often an item is expected among the candidates.
             often = c.batch * self.examples.popularity[ids] + len(drawn) / state.log.catalogue
             log_q = often.log()
-        items = state.towers.item(None if ids is None else ids[distributed.rows(self.candidates)])
+        part = None if ids is None else ids[distributed.rows(self.candidates)]
         distortion = users.new_zeros(())
-        if state.joint:
-            items, _, distortion = state.layer(items)
-            distortion = distributed.share(distortion, len(items), self.candidates)
+        if state.codes is not None:
+            items = decode_fixed(state.layer, state.codes, part)
+        else:
+            items = state.towers.item(part)
+            if state.joint:
+                items, _, distortion = state.layer(items)
+                distortion = distributed.share(distortion, len(items), self.candidates)
         items = distributed.gather_rows(items, self.candidates)
         if c.loss == "hinge":
             return hinge_loss(users, items, column, margin=c.margin, same=same), distortion
@@ -140,40 +152,51 @@ class Trainer:
         embed a part of the items each, and the first starts the index for all.
         """
         state, c = self.state, self.state.config
-        state.load_parts(state.best.parts)
-        if c.method != "post-hoc":
+        state.load_best()
+        if not c.after:
             if state.start is None:
-                start_index(state.layer, self.collect(), c)
+                start_index(state.layer, self.collect(c.sample), c)
                 state.start = state.layer.quantizer
             else:
                 state.layer.start_from(state.start)
+            if c.method == "jpq":
+                state.codes = self.encode_items()
             state.best = Best(-1.0, state.step, {})
             state.mark_rotation()
         state.reset_optimizers(joint=state.joint)
         self.replay = self._make_replay()
 
     @torch.no_grad()
-    def collect(self) -> Float[Tensor, "N n"]:
-        """Embeddings of a uniform sample of items."""
-        state = self.state
-        drawn = np.random.default_rng(state.config.seed).permutation(state.log.catalogue)
-        ids = torch.from_numpy(np.sort(drawn[: state.config.sample])).to(state.device)
+    def collect(self, count: int) -> Float[Tensor, "N n"]:
+        """Embeddings of a uniform sample of so many items."""
+        state, m = self.state, self.state.log.catalogue
+        generator = np.random.default_rng(state.config.seed)
+        # A permutation of a large catalogue takes long.
+        few = bool(state.tables) and count < m
+        drawn = generator.choice(m, count, replace=False) if few else generator.permutation(m)
+        ids = torch.from_numpy(np.sort(drawn[:count])).to(state.device)
         mine = ids[distributed.rows(len(ids))]
         return distributed.gather_rows(state.towers.item(mine), len(ids))
 
     @torch.no_grad()
+    def encode_items(self) -> Codes:
+        """The codes of all items, on every rank."""
+        q, m = self.state.layer.quantizer, self.state.log.catalogue
+        blocks = [q.encode(items) for _, items in self.state.towers.part().blocks()]
+        fine = torch.cat([codes.fine for codes in blocks])
+        lists = [codes.coarse for codes in blocks if codes.coarse is not None]
+        coarse = distributed.gather_rows(torch.cat(lists), m) if lists else None
+        return Codes(distributed.gather_rows(fine, m), coarse)
+
+    @torch.no_grad()
     def finish(self) -> Quantizer:
-        """Go back to the best step; gives its index, or the one that Faiss fits post hoc."""
+        """Go back to the best step; gives its index, or one that is fitted post hoc."""
         state, c = self.state, self.state.config
-        state.load_parts(state.best.parts)
+        state.load_best()
         if state.joint:
             return state.quantizer
-        from givens.export.faiss import fit_opq
-
-        items = state.towers.item().cpu()
-        sizes = (c.subspaces, c.codewords, c.coarse)
-        fitted = distributed.from_first(lambda: fit_opq(items, *sizes, metric="cosine"))
-        return fitted.to(state.device)
+        items = self.collect(FITTED) if state.tables else state.towers.item()
+        return distributed.from_first(lambda: fit_after(items, c)).to(state.device)
 
     def check_ranks(self) -> None:
         """Refuse ranks that would not train the same model on the same draws."""
@@ -230,6 +253,34 @@ def start_index(layer: IndexLayer, sample: Float[Tensor, "N n"], config: Config)
     layer.start_from(Quantizer(R, q.codebooks, q.coarse, "cosine"))
 
 
+def fit_after(items: Float[Tensor, "N n"], config: Config) -> Quantizer:
+    """The index that Faiss's OPQ or `givens.fit` makes of items that are trained."""
+    c = config
+    if c.method == "post-hoc-fit":
+        how: dict[str, Any] = {"codewords": c.codewords, "coarse": c.coarse, "seed": c.seed}
+        return fit(items, c.subspaces, metric="cosine", **how)
+    from givens.export.faiss import fit_opq
+
+    return fit_opq(items.cpu(), c.subspaces, c.codewords, c.coarse, metric="cosine")
+
+
+def decode_fixed(
+    layer: IndexLayer, codes: Codes, ids: Int[Tensor, " m"] | None
+) -> Float[Tensor, "m n"]:
+    """Items as their codes stand for them, with gradients to codebooks and centroids."""
+    D, K, w = layer.codebooks.shape
+    fine = codes.fine if ids is None else codes.fine[ids]
+    places = fine.long() + K * torch.arange(D, device=fine.device)
+    # Not by an index: its gradient is added up by several threads in whatever order.
+    Y = functional.embedding(places, layer.codebooks.view(D * K, w)).flatten(1)
+    if layer.coarse is not None and codes.coarse is not None:
+        Y = Y + functional.embedding(
+            codes.coarse if ids is None else codes.coarse[ids], layer.coarse
+        )
+    decoded: Tensor = Y @ layer.rotation.matrix.mT.detach()
+    return decoded
+
+
 def check_finite(step: int, losses: list[Float[Tensor, " 2"]]) -> None:
     """Refuse losses that are not finite; `step` is that of the first of them."""
     table = torch.stack(losses).cpu()
@@ -237,7 +288,7 @@ def check_finite(step: int, losses: list[Float[Tensor, " 2"]]) -> None:
     if len(bad):
         at = int(bad[0])
         retrieval, distortion = table[at].tolist()
-        raise ValueError(
+        raise DivergedError(
             f"the loss is not finite at step {step + at}: retrieval {retrieval:g}, distortion "
             f"{distortion:g}; a lower lr or a higher temperature may help"
         )

@@ -34,8 +34,9 @@ def update_moments(
     n, kind = len(P), P.dtype.type
     old, new = kind(beta1), kind(1 - beta1)
     keep, take = kind(math.sqrt(beta2)), kind(math.sqrt(1 - beta2))
-    # What lies below the diagonal, turned over, so that the long loops run along rows.
-    strips, a = np.empty((3, TILE, n), P.dtype), np.empty(n, P.dtype)
+    # What lies below the diagonal, transposed, so that the long loops run along rows. Rows of a
+    # strip are not a power of two apart, or they would push each other out of the cache.
+    strips, a = np.empty((3, TILE, n + TILE), P.dtype), np.empty(n, P.dtype)
     errors[:] = 0
     for r in range(0, n, TILE):
         mirror(P, strips[0], r)
@@ -46,8 +47,9 @@ def update_moments(
             # ambient is Sᵀ: S_ij lies below the diagonal.
             ambient[d, d] = strips[1, i, d] = old * ambient[d, d] + new * P[d, d]
             P[d, d] = 0
-            p, m, lower = P[d, d + 1 :], planes[d, d + 1 :], ambient[d, d + 1 :]
-            below, upper, size = strips[0, i, d + 1 :], strips[1, i, d + 1 :], strips[2, i, d + 1 :]
+            p, below = P[d, d + 1 :], strips[0, i, d + 1 : n]
+            lower, upper = ambient[d, d + 1 :], strips[1, i, d + 1 : n]
+            m, size = planes[d, d + 1 :], strips[2, i, d + 1 : n]
             change = a[d + 1 :]
             subtract(p, below, change)
             errors[0] += missed(change, m, kind(known))

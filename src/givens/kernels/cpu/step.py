@@ -84,11 +84,10 @@ def _turn_planes(
             turn_by_exponential_(W[k], rate * (D - D.mT), ambient)
             continue
         partners = _partners(P[k], how, workspaces).numpy()
-        cos, sin = np.empty((2, *partners.shape), P[k].numpy().dtype)
-        sweep.angles(P[k].numpy(), partners, rate, cos, sin)
+        planes = sweep.list_planes(P[k].numpy(), partners, rate)
         for M in (W[k], ambient):
             if M is not None:
-                sweep.turn(M.numpy(), partners, cos, sin)
+                sweep.turn(M.numpy(), *planes)
 
 
 def _update_moments(
