@@ -293,6 +293,19 @@ def test_rates_are_chosen_by_validation_users_and_kept(tmp_path, monkeypatch):
     assert rates.choose(again, log, config, methods) == chosen
 
 
+def test_a_rate_at_which_training_diverges_is_a_row(tmp_path, monkeypatch):
+    log, told = click_log(200, 150, 4000), []
+    config = Config(
+        dim=8, subspaces=2, codewords=8, history=10, batch=64, warmup=4, steps=4, every=2,
+        sample=100, iterations=2, joint_lr=1e-2, negatives=10, method="pogo", angle=1e20,
+    )  # fmt: skip
+    runs = joint.Runs(tmp_path / "rates.json", "cpu", told.append)
+    row = runs.explore(log, config)
+    assert "not finite at step" in row["diverged"]
+    assert rates.score([row, row]) < rates.score([{"recall": [0.0], "final_distortion": 9.0}])
+    assert rows.read(tmp_path / "rates.json")[-1] == row
+
+
 def test_a_killed_table_goes_on_with_what_is_missing(tmp_path, monkeypatch):
     log = click_log(200, 150, 4000)
     config = Config(
