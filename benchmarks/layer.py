@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import givens
-from givens.paper import fig4
+from givens.paper import timing
 from givens.paper.rows import environment, write
 
 ITEMS, HISTORY, HIDDEN = 10_000, 50, 1024
@@ -121,9 +121,9 @@ def measure(sizes: argparse.Namespace, device: str, mode: str) -> list[dict[str,
     steps = {}
     for name in CONTENDERS:
         step = contender(name, sizes, device, capturable=graphs)
-        steps[name] = fig4.captured(step, 5) if graphs else (step, 1)
+        steps[name] = timing.capture(step, 5) if graphs else (step, 1)
     times: dict[str, list[float]] = {name: [] for name in steps}
-    timed = fig4.timed_by_events if device == "cuda" else fig4.timed_by_clock
+    timed = timing.time_by_events if device == "cuda" else timing.time_by_clock
     for _ in range(sizes.rounds):
         for name, (step, count) in steps.items():
             times[name] += timed(step, count)
