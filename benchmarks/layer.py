@@ -7,8 +7,8 @@ A step is forward, backward and all optimizers, at n = 512, a batch of 1,024 and
 Items are rows of a table of 10,000, users the mean of 50 items of their history; each goes through
 a hidden layer of 1,024, is scored by cosine and trained by softmax over the batch. In eager mode,
 and on a GPU also as replays of a CUDA graph. The contenders take turns; rows have medians. Every
-run is a process of its own: between them a host differs more than within one. Processor time is for a
-machine with other work on it.
+run is a process of its own: between them a host differs more than within one. Processor time is
+for a machine with other work on it.
 """
 
 import argparse
