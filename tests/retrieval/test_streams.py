@@ -505,9 +505,9 @@ def bad_folders(folder):
 
 
 BAD = [
-    ("cut", "1.parquet is not a parquet file, or has lost its end"),
+    ("cut", "1.parquet is not a parquet file, or is truncated"),
     ("empty-file", "1.parquet is empty"),
-    ("text", "1.parquet is not a parquet file, or has lost its end"),
+    ("text", "1.parquet is not a parquet file, or is truncated"),
     ("flipped", "1.parquet is damaged: "),
     ("other-columns", "1.parquet must have the columns of 0.parquet .*, but has user: whole"),
     ("other-types", "1.parquet must have the columns of 0.parquet .*item: whole numbers.*, but"),

@@ -98,7 +98,7 @@ def measure_run(run: Folder) -> Measured | None:
         _check_together(run, index, (q, start), weight, queries, held)
     except (KeyError, TypeError, ValueError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"the files in {run.path} are of no one run: {what}") from error
+        raise ValueError(f"the files in {run.path} are not of the same run: {what}") from error
     items = torch.nn.functional.normalize(weight, dim=1)
     k = min(int(run.metric.removeprefix("recall@")), len(items))
     found = evaluate.search(index, queries, held, k)
