@@ -69,7 +69,7 @@ def contender(
         with torch.no_grad():
             sample = torch.randint(ITEMS, (16 * sizes.codewords,), device=device)
             layer.warm_start(towers(sample[:, None], sample)[1], 3, method="pq")
-        trained += layer.index_parameters()
+        trained += layer.codebook_parameters()
         if name == "frozen":
             layer.rotation.requires_grad_(False)
         else:
