@@ -5,10 +5,10 @@
     :table: step
     ```
 
-Pictures and Markdown tables are shown as they are. With `table`, that function of `tables.py` or
-`scale_tables.py` makes a table from the rows; with `claims`, that function of `givens.paper`
-("fig3.claims") says what they show. No number of a measurement is typed on a page. What is missing
-stops the build.
+Pictures and Markdown tables are shown as they are. With `table`, that function of `tables.py`,
+`joint_tables.py` or `scale_tables.py` makes a table from the rows; with `claims`, that function of
+`givens.paper` ("fig3.claims") says what they show. No number of a measurement is typed on a page.
+What is missing stops the build.
 """
 
 import importlib
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import cells
+import joint_tables
 import scale_tables
 import tables
 from docutils import nodes
@@ -24,7 +25,7 @@ from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).parent.parent / "results"
-TABLES = {**vars(tables), **vars(scale_tables)}
+TABLES = {**vars(tables), **vars(joint_tables), **vars(scale_tables)}
 
 
 class Measured(SphinxDirective):
@@ -43,7 +44,7 @@ class Measured(SphinxDirective):
         pattern, command = self.arguments[0], self.options["command"]
         found = sorted(RESULTS.glob(pattern))
         self.env.note_dependency(str(RESULTS))
-        for module in (cells, tables, scale_tables):
+        for module in (cells, tables, joint_tables, scale_tables):
             self.env.note_dependency(module.__file__)
         if not found:
             raise self.error(f"results/{pattern} must be there; `{command}` writes it")

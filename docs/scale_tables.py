@@ -231,3 +231,41 @@ def split_plan(rows: Rows) -> list[str]:
         line("a checkpoint and the best step", *(f"{c:.2f} TB" for c in checkpoint), "2 ×")
     )
     return lines
+
+
+def scale_log(rows: Rows) -> list[str]:
+    """A log that is streamed: seconds and memory."""
+    parts = {row["part"]: row for row in needed(rows, "scale_log")}
+    first, again, train = parts["read"], parts["again"], parts["train"]
+    gib = 2**30
+    return [
+        *table("", "first run", "with the pass kept"),
+        line("imports", f"{first['imported']:.1f} s", f"{again['imported']:.1f} s"),
+        line("the pass", f"{first['read']:.1f} s", f"{again['read']:.1f} s"),
+        line("windows of all 16 streams", f"{_windows(first):.1f} s", f"{_windows(again):.1f} s"),
+        line(
+            "to the first batch", f"{first['first_batch']:.1f} s", f"{again['first_batch']:.1f} s"
+        ),
+        line("to the first step, with towers of 8 dimensions", f"{train['first_step']:.1f} s", ""),
+        line("a batch of 4,096", f"{first['draw_ms']:.1f} ms", f"{again['draw_ms']:.1f} ms"),
+        line("a step beside it", f"{train['step_ms']:.0f} ms", ""),
+        line(
+            "peak memory, without a model",
+            f"{first['peak_bytes'] / gib:.2f} GiB",
+            f"{again['peak_bytes'] / gib:.2f} GiB",
+        ),
+        line(
+            "of it Python and packages",
+            f"{first['base_bytes'] / gib:.2f} GiB",
+            f"{again['base_bytes'] / gib:.2f} GiB",
+        ),
+        line(
+            "peak memory with the model, beyond its tables",
+            f"{train['beyond_tables'] / gib:.2f} GiB",
+            "",
+        ),
+    ]
+
+
+def _windows(row: Row) -> float:
+    return float(row["opened"] + row["windows"])

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 import givens
 from givens.cli import app
 from givens.export.faiss import to_faiss
+from givens.paper import fig2, fig3, fig4, table1
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -232,6 +233,45 @@ def test_the_numbers_of_the_readme_are_the_rows():
     for method, kind in (("gcd-greedy", "index"), ("post-hoc", "index"), ("post-hoc", "full")):
         found = [row["results"][kind]["recall@100"] for row in common if row["method"] == method]
         assert f"{100 * statistics.mean(found):.1f} %" in told
+
+
+def test_the_verdicts_on_the_paper_are_those_of_the_rows():
+    """Every number of the table of claims is one that the rows give."""
+
+    def rows(*names):
+        files = [ROOT / "results" / f"{name}.json" for name in names]
+        return [row for file in files for row in json.loads(file.read_text())]
+
+    logs = ("ml-1m", "amazon-book", "amazon-games", "built-in")
+    lines = [
+        *fig2.claims_a(rows("fig2a")),
+        *fig2.claims_bc(rows("fig2b", "fig2c")),
+        *(line for log in logs for line in fig3.claims(rows(f"joint-{log}"))),
+        *(line for log in ("built-in", "ml-1m")
+          for line in table1.claims(rows_of_16(rows(f"joint-{log}")))),
+        *fig4.claims(rows("fig4-cpu")),
+        *fig4.claims(rows("step-cuda")),
+    ]  # fmt: skip
+    known = [
+        float(text.replace(",", "")) for text in re.findall(r"\d[\d,]*\.?\d*", " ".join(lines))
+    ]
+    page = (DOCS / "paper.md").read_text()
+    table = page[page.index("| the paper says |") : page.index("Tests of significance")]
+    wanted = [
+        text
+        for line in table.splitlines()[2:]
+        if line
+        for text in re.findall(r"([\d,]+\.?\d*)(?=(?: and [\d.−+]+)? ?(?:%|×))", line.split("|")[3])
+    ]
+    assert len(wanted) > 15
+    for text in wanted:
+        digits = len(text.partition(".")[2])
+        value = float(text.replace(",", ""))
+        assert any(round(number, digits) == value for number in known), text
+
+
+def rows_of_16(rows):
+    return [row for row in rows if row["bytes"] == 16 and row["config"]["start"] == "opq"]
 
 
 def core(index):

@@ -52,7 +52,9 @@ def accept_old_calls(
             now = {**late, **old}
             if now:
                 how = ", ".join(f"{name}={_show(value)}" for name, value in now.items())
-                message = f"call {function.__name__} with {how}: it takes keywords by these names"
+                message = (
+                    f"call {function.__name__} with {how}: the earlier signature is deprecated"
+                )
                 warnings.warn(message, DeprecationWarning, stacklevel=2)
             return function(*args[:first], *args[first + len(late) :], **now, **options)
 
@@ -169,7 +171,7 @@ def check_sizes(dim: int, subspaces: int, codewords: int, coarse: int) -> None:
         divisors = ", ".join(str(d) for d in range(1, dim + 1) if dim % d == 0)
         raise ValueError(
             f"dim must be divisible by subspaces, but got dim={dim}, subspaces={subspaces}; "
-            f"it is by {divisors}"
+            f"its divisors are {divisors}"
         )
     check_whole("codewords", codewords, 2, 256)
     check_whole("coarse", coarse, 0)

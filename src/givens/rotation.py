@@ -118,7 +118,7 @@ def rotate_pairs_(
     n = R.shape[-1]
     i, j = pairs.unbind(-1)
     if pairs.min() < 0 or pairs.max() >= n or (i == j).any():
-        raise ValueError(f"pairs must be of two different axes in 0..{n - 1}, but got {pairs}")
+        raise ValueError(f"pairs must have two different axes in 0..{n - 1}, but got {pairs}")
     with torch.no_grad():
         turn_rows_(R.mT, pairs, theta.detach(), disjoint=False)
     return R

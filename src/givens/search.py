@@ -343,6 +343,6 @@ def _ids(name: str, table: Any, k: int) -> npt.NDArray[Any]:
 def _check_rows(found: npt.NDArray[Any], truth: npt.NDArray[Any]) -> None:
     if len(found) != len(truth):
         raise ValueError(
-            f"found and truth must be of the same queries, but have {len(found)} and "
+            f"found and truth must have the same queries, but have {len(found)} and "
             f"{len(truth)} rows"
         )

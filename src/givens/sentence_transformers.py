@@ -384,7 +384,7 @@ class IndexOptimizer(torch.optim.Optimizer):
         groups: list[dict[str, Any]] = [
             {"params": [p for p in rest if p.ndim > 1], "weight_decay": weight_decay},
             {"params": [p for p in rest if p.ndim < 2]},
-            {"params": layer.index_parameters(), "lr": index_lr},
+            {"params": layer.codebook_parameters(), "lr": index_lr},
         ]
         groups = [group for group in groups if group["params"]]
         turned = [p for p in layer.rotation.parameters() if p.requires_grad]

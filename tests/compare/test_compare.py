@@ -138,7 +138,7 @@ def test_a_run_that_was_stopped_goes_on(x, queries, tmp_path, monkeypatch, quick
             raise KeyboardInterrupt
         return original(one, *rest)
 
-    monkeypatch.setattr(run, "measured", stopped)
+    monkeypatch.setattr(run, "measure", stopped)
     with pytest.raises(KeyboardInterrupt):
         run.compare(x, path, FEW, queries=queries)
     first = json.loads(path.read_text())["rows"]
@@ -169,7 +169,7 @@ def test_what_does_not_fit_into_the_time_is_told(x, queries, tmp_path, monkeypat
         now[0] += 50
         return [{**row, "seconds": 50} for row in original(one, *rest)]
 
-    monkeypatch.setattr(run, "measured", slow)
+    monkeypatch.setattr(run, "measure", slow)
     options = dataclasses.replace(FEW, minutes=2.0)
     result = run.compare(x, tmp_path / "rows.json", options, queries=queries)
     # pq at 6 bytes takes 50 s, so that 13 take 108 s, and 70 are left; sq8 is begun unknown.

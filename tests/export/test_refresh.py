@@ -5,7 +5,7 @@ import torch
 
 import givens
 from givens.export.faiss import from_faiss, inverted, to_faiss
-from givens.export.refresh import refresh
+from givens.export.refresh import read_codes, refresh
 from givens.quantizer import Quantizer
 
 N, n = 600, 16
@@ -130,3 +130,29 @@ def test_other_kinds_are_refused():
     plain.train(x.numpy())
     with pytest.raises(ValueError, match="must be from to_faiss, but has 0 transforms"):
         refresh(plain, from_faiss(plain), x)
+
+
+@pytest.mark.parametrize("codewords", [16, 256])
+@pytest.mark.parametrize("coarse", [0, 4])
+def test_codes_go_into_an_index_and_come_out_as_they_are(codewords, coarse):
+    """Codes that are not those of the nearest codewords."""
+    x = torch.randn(600, 16, generator=torch.Generator().manual_seed(0))
+    q = givens.fit(x, 4, codewords=codewords, coarse=coarse, max_iter=1, metric="cosine")
+    draws = torch.Generator().manual_seed(1)
+    fine = torch.randint(codewords, (600, 4), generator=draws, dtype=torch.uint8)
+    lists = torch.randint(4, (600,), generator=draws) if coarse else None
+    codes = givens.quantizer.Codes(fine, lists)
+    index = to_faiss(q, codes)
+    assert torch.equal(torch.from_numpy(read_codes(index)), fine)
+    held = torch.from_numpy(index.reconstruct_n(0, 600)) if not coarse else None
+    if held is not None:
+        torch.testing.assert_close(held, q.decode(codes), atol=1e-5, rtol=0)
+    # What the index answers are inner products with what the codes stand for.
+    users = torch.nn.functional.normalize(x[:5])
+    if coarse:
+        inverted(index).nprobe = 4
+    scores, _ = index.search(users.numpy(), 10)
+    exact = (users @ q.decode(codes).T).topk(10).values
+    torch.testing.assert_close(torch.from_numpy(scores), exact, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="codes must go into an index of kind 'pq' or 'ivfpq'"):
+        to_faiss(q, codes, ids=range(600))

@@ -416,7 +416,7 @@ def spoil():
     ("arguments", "message"),
     [
         (["build", "q", "narrow"], "narrow/b.npy must have vectors of 16 dimensions, but has 5"),
-        (["build", "q", "cut"], "cut/b.npy is not a whole .npy file"),
+        (["build", "q", "cut"], "cut/b.npy is not a complete .npy file"),
         (["build", "q", "x", "none.npy"], "there is no file none.npy"),
         (["build", "q", "x", "none/"], "none"),
         (["build", "q", "nan"], "row 10321 has NaN"),
@@ -433,12 +433,12 @@ def spoil():
         (["build", "q", "x", "-o", "x.npy"], "x.npy must be a folder for shards, but is a file"),
         (["build", "q", "x", "-o", "x"], "--output must not be x, which is read"),
         (["build", "q", "x", "-o", "no/parts"], "there is no folder"),
-        (["search", "missing", "queries.npy"], "missing is not whole: 00000-"),
+        (["search", "missing", "queries.npy"], "missing is incomplete: 00000-"),
         (["search", "damaged", "queries.npy"], "damaged is damaged: 00000-"),
         (["search", "unfinished", "queries.npy"], "unfinished holds no finished index: there is"),
         (["search", "strange", "queries.npy"], "strange is damaged: manifest.json is not"),
         (["search", "x", "queries.npy"], "x holds no finished index"),
-        (["evaluate", "missing", "queries.npy", "--groundtruth", "n.npy"], "missing is not whole"),
+        (["evaluate", "missing", "queries.npy", "--groundtruth", "n.npy"], "missing is incomplete"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_no_index(bad, cluster, arguments, message):

@@ -266,6 +266,12 @@ def test_ties_go_to_the_lower_distortion_and_what_diverges_loses():
 
     assert rates.tune(Config(), "angle", rates.ANGLES, measure).angle == 0.03
 
+    def falling(config):
+        return {"recall": [0.5], "final_distortion": 1 / config.angle}
+
+    # Such a tie is no reason to look further.
+    assert rates.tune(Config(), "angle", rates.ANGLES, falling).angle == 0.1
+
 
 def test_rates_are_chosen_by_validation_users_and_kept(tmp_path, monkeypatch):
     log = click_log(200, 150, 4000)
@@ -291,6 +297,19 @@ def test_rates_are_chosen_by_validation_users_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(joint, "explore", None)
     monkeypatch.setattr(joint, "warm_up", None)
     assert rates.choose(again, log, config, methods) == chosen
+
+
+def test_a_rate_at_which_training_diverges_is_a_row(tmp_path, monkeypatch):
+    log, told = click_log(200, 150, 4000), []
+    config = Config(
+        dim=8, subspaces=2, codewords=8, history=10, batch=64, warmup=4, steps=4, every=2,
+        sample=100, iterations=2, joint_lr=1e-2, negatives=10, method="pogo", angle=1e20,
+    )  # fmt: skip
+    runs = joint.Runs(tmp_path / "rates.json", "cpu", told.append)
+    row = runs.explore(log, config)
+    assert "not finite at step" in row["diverged"]
+    assert rates.score([row, row]) < rates.score([{"recall": [0.0], "final_distortion": 9.0}])
+    assert rows.read(tmp_path / "rates.json")[-1] == row
 
 
 def test_a_killed_table_goes_on_with_what_is_missing(tmp_path, monkeypatch):

@@ -1,12 +1,10 @@
 """Ranks that stream a log together (gloo, on a CPU): they draw what one draws."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from test_cli import main_in_process
 from test_ranks import finish, start, torchrun
 
 from givens.retrieval import parquet
@@ -186,14 +184,8 @@ def test_on_the_command_line(data, tmp_path):
     ],
 )
 def test_bad_options_are_one_line(data, tmp_path, options, message):
-    command = [sys.executable, "-m", "givens", "train", "-o", tmp_path / "run", *options]
-    done = subprocess.run(
-        [*command, "--data", data / "log", "--size", "small"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"givens: {message}")
-    assert len(done.stderr.splitlines()) == 1
+    command = ["train", "-o", tmp_path / "run", "--data", data / "log", "--size", "small"]
+    done = main_in_process([*command, *options])
+    assert done.code == 1
+    assert done.error.startswith(f"givens: {message}")
+    assert len(done.error.splitlines()) == 1

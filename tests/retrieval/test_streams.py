@@ -153,7 +153,9 @@ def small_windows(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_windows")
-@pytest.mark.parametrize(("group", "batch"), [(97, 64), (1000, 60), (10_000, 16), (300, 7)])
+@pytest.mark.parametrize(
+    ("group", "batch"), [(97, 64), (1000, 60), (10_000, 16), (300, 7), (10_000, 2)]
+)
 def test_every_example_comes_once_in_an_epoch(tmp_path, monkeypatch, group, batch):
     # So that nobody's items are seen by the held-out users alone.
     monkeypatch.setattr(survey, "check_held_out", lambda *_: None)
@@ -176,6 +178,12 @@ def test_every_example_comes_once_in_an_epoch(tmp_path, monkeypatch, group, batc
             past = clicks[max(at - 6, 0) : at][::-1]
             assert history == past + [-1] * (6 - len(past))
         steps += 1
+    for stream in range(order.streams):
+        spans, last = [order.span((stream, 0, 0))], (stream, 0, 0)
+        while (last := order.next(last))[1] == 0:
+            spans.append(order.span(last))
+        assert max(span.stop - span.first for span in spans) <= 5 * streams.WINDOW
+        assert sum(b - a for span in spans for _, a, b in span.pieces) == spans[-1].stop
     counted = Counter(seen[0])
     assert set(counted.values()) == {1}
     assert counted.keys() == memory.keys()
@@ -497,9 +505,9 @@ def bad_folders(folder):
 
 
 BAD = [
-    ("cut", "1.parquet is not a parquet file, or has lost its end"),
+    ("cut", "1.parquet is not a parquet file, or is truncated"),
     ("empty-file", "1.parquet is empty"),
-    ("text", "1.parquet is not a parquet file, or has lost its end"),
+    ("text", "1.parquet is not a parquet file, or is truncated"),
     ("flipped", "1.parquet is damaged: "),
     ("other-columns", "1.parquet must have the columns of 0.parquet .*, but has user: whole"),
     ("other-types", "1.parquet must have the columns of 0.parquet .*item: whole numbers.*, but"),

@@ -151,6 +151,8 @@ def _train(
     place = distributed.join(out.check_device(device))
     if (output / CHECKPOINT).exists() and not resume:
         raise ValueError(f"{output} holds a run; go on with --resume, or choose another folder")
+    inside = data.iterdir() if data is not None and data.is_dir() else ()
+    out.check_folder(output, (*WRITTEN, CHECKPOINT), [data, *inside])
     if data is None:
         if rules != {"min_rating": MIN_RATING, "min_items": MIN_ITEMS, "hash_items": None}:
             raise ValueError("--min-rating, --min-items and --hash-items go with --data")
@@ -170,8 +172,6 @@ def _train(
     if not distributed.is_first():
         train_towers(log, config, output, resume=resume, device=place)
         return
-    inside = data.iterdir() if data is not None and data.is_dir() else ()
-    out.check_folder(output, (*WRITTEN, CHECKPOINT), [data, *inside])
     typer.echo(log)
     if log.selection is not None and log.selection.drops:
         typer.echo(f"Left out: {log.selection} (--min-items, --min-rating)")

@@ -35,14 +35,14 @@ class Lists:
     def __init__(self, path: Path, q: Quantizer, code_size: int, count: int) -> None:
         header = files.read_header(path)
         if header.kind != KIND or [*header.tensors] != ["sizes", "lists"]:
-            raise ValueError(f"{path} is no shard, or of another version of givens")
+            raise ValueError(f"{path} is not a shard, or is from another version of givens")
         first, last = (header.tensors[name]["data_offsets"] for name in ("sizes", "lists"))
         nlist, size = len(centroids(q)), path.stat().st_size
         start = size - last[1]
         self.path, self.at, self.size, self.code_size = path, start + last[0], size, code_size
         self.job = str(header.metadata.get("job"))
         if header.metadata.get("fingerprint") != q.fingerprint or first[1] - first[0] != 8 * nlist:
-            raise ValueError(f"{path} is of another quantizer")
+            raise ValueError(f"{path} belongs to another quantizer")
         # Mapped: the sizes of many lists in a thousand shards add up.
         self.sizes: Ids = np.memmap(path, np.int64, "r", start + first[0], (nlist,))
         if (last[1] - last[0], count) != ((code_size + ID) * count, total(self.sizes, count)):

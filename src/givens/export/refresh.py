@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from givens.export.faiss import from_faiss, pack_codes, replace_parts
+from givens.export.parts import core_of
 from givens.quantizer import Codes, Quantizer
 
 Integers = npt.NDArray[np.int64]
@@ -60,6 +61,16 @@ def refresh(
         held.packed[rows] = fresh.packed
         faiss.copy_array_to_vector(held.packed.ravel(), core.codes)
     return fresh[changed].ids
+
+
+def read_codes(index: Any) -> npt.NDArray[np.uint8]:
+    """The fine codes (N, D) of an index of kind "pq" or "ivfpq", in the order of its ids."""
+    core = core_of(index)
+    held = _read_codes(index, core)
+    packed = held.packed[np.argsort(held.ids)]
+    if core.pq.nbits == 8:
+        return packed
+    return faiss.unpack_bitstrings(packed, core.pq.M, core.pq.nbits).astype(np.uint8)
 
 
 def _read_codes(index: Any, core: Any) -> Held:

@@ -473,5 +473,5 @@ def _inside(folder: Path, name: str) -> Path:
     if "\0" in name or Path(os.path.realpath(path)).parent != home:
         raise ValueError(f"{folder} is damaged: {MANIFEST} names {name!r:.80}, outside the folder")
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not whole: {path.name} is missing; build it again")
+        raise FileNotFoundError(f"{folder} is incomplete: {path.name} is missing; build it again")
     return path

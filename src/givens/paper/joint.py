@@ -20,8 +20,8 @@ from givens.retrieval import checkpoint
 from givens.retrieval.config import LABELS, Config, Method, Size
 from givens.retrieval.data import Log, click_log
 from givens.retrieval.readers import read as read_log
+from givens.retrieval.state import DivergedError
 from givens.retrieval.train import explore, train, warm_up
-from givens.retrieval.trainer import DivergedError
 
 SEEDS, SIGNIFICANT = 5, 0.05
 # Where chance is this likely, twice as many seeds decide.

@@ -38,8 +38,8 @@ from givens.retrieval.batches import Examples, HeldOut
 from givens.retrieval.config import Config
 from givens.retrieval.data import Log, click_log
 from givens.retrieval.readers import read
-from givens.retrieval.state import State
-from givens.retrieval.trainer import RAMP, DivergedError, Trainer, check_finite, fit_after
+from givens.retrieval.state import DivergedError, State
+from givens.retrieval.trainer import RAMP, Trainer, check_finite, fit_after
 
 WAYS = {
     "gcd": "R learned",

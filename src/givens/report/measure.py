@@ -14,6 +14,7 @@ from torch import Tensor
 
 from givens.checks import check_lengths, check_table
 from givens.export.faiss import inverted, load_index, to_faiss
+from givens.export.refresh import read_codes
 from givens.quantizer import Quantizer, load
 from givens.report.runs import Folder
 from givens.retrieval import checkpoint, evaluate
@@ -97,7 +98,7 @@ def measure_run(run: Folder) -> Measured | None:
         _check_together(run, index, (q, start), weight, queries, held)
     except (KeyError, TypeError, ValueError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"the files in {run.path} are of no one run: {what}") from error
+        raise ValueError(f"the files in {run.path} are not of the same run: {what}") from error
     items = torch.nn.functional.normalize(weight, dim=1)
     k = min(int(run.metric.removeprefix("recall@")), len(items))
     found = evaluate.search(index, queries, held, k)
@@ -107,13 +108,14 @@ def measure_run(run: Folder) -> Measured | None:
             f"{run.path}/index.faiss finds {float(users.mean()):.4f}, but results.json says "
             f"{run.results['index'][run.metric]:.4f}: they are of different runs"
         )
-    codes = q.encode(items).fine
+    # Not by encoding: jpq keeps codes that are no longer those of the nearest codewords.
+    codes = torch.from_numpy(read_codes(index))
     counts = torch.stack([torch.bincount(c.long(), minlength=q.codewords) for c in codes.T])
     speeds = [
         *_measure_speeds(index, queries, held, k),
         _measure_flat(run, items, queries, held, k),
     ]
-    if q.coarse is None and q.codewords == FAST:
+    if q.coarse is None and q.codewords == FAST and run.method != "jpq":
         fast = to_faiss(q, items, kind="pq-fastscan")
         recall, rate = (
             _measure_recall(fast, queries, held, k),

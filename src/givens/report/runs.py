@@ -123,9 +123,9 @@ def _read(path: Path) -> Folder:
             if outcome is not None:
                 check_number(f"{by} {run.metric}", outcome[by][run.metric], 0, 1)
     except KeyError as error:
-        raise ValueError(f"{path} does not hold a run that is whole: {error} is missing") from error
+        raise ValueError(f"{path} does not hold a complete run: {error} is missing") from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not hold a run that is whole: {error}") from error
+        raise ValueError(f"{path} does not hold a complete run: {error}") from error
     return run
 
 

@@ -179,7 +179,7 @@ class Source:
                 raise FileNotFoundError(f"there is no file {file}, which was there before")
             if not file.stat().st_size:
                 raise ValueError(f"{file} is empty")
-            with reading(file, "is not a parquet file, or has lost its end"):
+            with reading(file, "is not a parquet file, or is truncated"):
                 # Checked where the writer has left checksums.
                 self._last = (number, pq.ParquetFile(file, page_checksum_verification=True))
         return self._last[1]

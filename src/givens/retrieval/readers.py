@@ -328,7 +328,7 @@ def _open_text(path: Path) -> Iterator[TextIO]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be text in UTF-8, but is not") from error
     except EOFError as error:
-        raise ValueError(f"{path} has lost its end") from error
+        raise ValueError(f"{path} is truncated") from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged: it cannot be decompressed") from error
 

@@ -22,6 +22,11 @@ from givens.retrieval.tables import RowWise, Table
 from givens.retrieval.towers import Towers
 from givens.rotation import project
 
+
+class DivergedError(ValueError):
+    """A loss or a rotation that is not finite."""
+
+
 Row = dict[str, Any]
 """What one evaluation on the validation users measured."""
 
@@ -100,7 +105,13 @@ class State:
         """The index at this step; an R that is only close to a rotation is projected."""
         if self.config.exact_rotation:
             return self.layer.quantizer
-        R = project(self.layer.rotation.matrix.detach())
+        R = self.layer.rotation.matrix.detach()
+        if not bool(R.isfinite().all()):
+            raise DivergedError(
+                f"R is not finite at step {self.step}; a lower angle than {self.config.angle:g} "
+                "may help"
+            )
+        R = project(R)
         coarse = None if self.layer.coarse is None else self.layer.coarse.detach()
         return Quantizer(R, self.layer.codebooks.detach(), coarse, "cosine")
 

@@ -2,10 +2,10 @@
 
 What a step draws follows from the seed and the step by arithmetic, so there is no state to save and
 the number of ranks changes nothing. In every epoch the row groups come in an order of its own. The
-examples in that order are cut into streams of one length, and each stream into windows of whole row
-groups; a window is shuffled. A batch takes the next examples of every stream, and a rank reads the
-streams that its rows of the batch are of. So every example comes once in an epoch, and memory holds
-a window or two of each stream.
+examples in that order are cut into streams of one length, and each stream into windows, of whole
+row groups unless these are large; a window is shuffled. A batch takes the next examples of every
+stream, and a rank reads the streams that its rows of the batch are of. So every example comes once
+in an epoch, and memory holds a window or two of each stream.
 """
 
 import functools
@@ -27,8 +27,8 @@ from givens.retrieval.survey import Numbers, find_good, is_among
 
 # Streams of an epoch, unless a batch or the log has fewer examples.
 STREAMS = 16
-# Examples of a window: so many, and up to the end of a row group.
-WINDOW = 1 << 18
+# Examples of a window: so many, and up to the end of a row group, but no more than four times that.
+WINDOW, TIMES = 1 << 18, 4
 # Tells the generators of epochs, windows and targets apart.
 EPOCH, SHUFFLE, TARGET = range(3)
 
@@ -120,12 +120,16 @@ class Order:
         for place in range(first, len(order)):
             group, end = order[place], min(int(ends[place]), high)
             before = int(ends[place] - self.examples[group])
-            pieces.append((int(self.groups[group]), at - before, end - before))
-            at = end
-            # What is left at the end goes with what is before it.
-            if at == high or (at - begun >= WINDOW and high - at >= WINDOW):
-                spans.append(Span(begun - low, at - low, tuple(pieces)))
-                pieces, begun = [], at
+            while at < end:
+                # What is left at the end goes with what is before it.
+                limit = begun + TIMES * WINDOW
+                limit = high if high - limit < WINDOW else limit
+                stop = min(end, limit)
+                pieces.append((int(self.groups[group]), at - before, stop - before))
+                at = stop
+                if at == high or (at - begun >= WINDOW and high - at >= WINDOW):
+                    spans.append(Span(begun - low, at - low, tuple(pieces)))
+                    pieces, begun = [], at
             if at == high:
                 break
         return spans

@@ -67,8 +67,9 @@ class Vocabulary:
         keys = self.known[: self.size]
         if not self.texts:
             order = np.argsort(keys)
-            self.known, counts = keys[order], self.counts[: self.size][order]
-            return {"keys": self.known, "counts": counts}
+            self.known = keys = keys[order]
+            self.counts = self.counts[: self.size][order]
+            return {"keys": keys, "counts": self.counts}
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -219,11 +220,7 @@ class Survey:
         """What was found, as arrays and as numbers and words."""
         if self.open:
             self._count(join(self.open), self.begun)
-        everyone = np.concatenate([*self.seen, np.empty(0, np.int64)])
-        self.seen = []
-        everyone.sort()
-        if (everyone[1:] == everyone[:-1]).any():
-            raise self._not_together("those of some come again in another place")
+        self._check_all_together()
         name, rated = self.source.title, "rating" in self.source.columns
         users = self.users - self.small
         if not users:
@@ -306,6 +303,14 @@ class Survey:
         if again or (self.seen and is_among(users, np.sort(self.seen[0])).any()):
             raise self._not_together(f"one comes again in {self.source.name(group)}")
         self.seen.append(users)
+
+    def _check_all_together(self) -> None:
+        """Find users that come again anywhere."""
+        everyone = np.concatenate([*self.seen, np.empty(0, np.int64)])
+        self.seen = []
+        everyone.sort()
+        if (everyone[1:] == everyone[:-1]).any():
+            raise self._not_together("those of some come again in another place")
 
     def _not_together(self, where: str) -> NotTogetherError:
         return NotTogetherError(

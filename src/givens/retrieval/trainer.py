@@ -17,7 +17,7 @@ from givens.quantizer import Codes, Quantizer
 from givens.retrieval.batches import Examples, Inputs
 from givens.retrieval.config import Config
 from givens.retrieval.losses import hinge_loss, softmax_loss
-from givens.retrieval.state import Best, State
+from givens.retrieval.state import Best, DivergedError, State
 from givens.rotation import random_rotation
 
 # Items of a split table that an index is fitted to post hoc: Faiss looks at no more.
@@ -25,10 +25,6 @@ FITTED = 1 << 16
 
 # The rates rise over so many steps before they fall.
 RAMP = 100
-
-
-class DivergedError(ValueError):
-    """A loss that is not finite."""
 
 
 class Trainer:

@@ -288,7 +288,7 @@ def _header(path: str | Path, file: BufferedReader) -> Header:
     length = int.from_bytes(file.read(8), "little")
     # Checked before that many bytes are read.
     if size < 8 or length > min(size - 8, HEADER_LIMIT):
-        raise ValueError(f"{path} is not a givens file, or has lost its end")
+        raise ValueError(f"{path} is not a givens file, or is truncated")
     header = _parse(path, file.read(length))
     try:
         strings = header["__metadata__"]
@@ -339,7 +339,7 @@ def _check_layout(path: str | Path, entries: dict[str, Any], size: int) -> None:
         fits = fits and all(type(number) is int and number >= 0 for number in (end, *shape))
         room = DTYPES[entry["dtype"]].itemsize * math.prod(shape) if fits else -1
         if start != at or end - start != room:
-            raise _damage_error(path, f"{name!r} does not fit its place")
+            raise _damage_error(path, f"{name!r} does not fit its shape and offset")
         at = end
     if at != size:
         raise _damage_error(path, f"it has {size} bytes of tensors instead of {at}")

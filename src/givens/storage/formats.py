@@ -90,7 +90,7 @@ class Hdf5(File):
         except ImportError as error:
             raise ImportError(f"{path} needs h5py: pip install 'givens[formats]'") from error
         self.path = path
-        with reading(path, "is not an HDF5 file, or has lost its end"):
+        with reading(path, "is not an HDF5 file, or is truncated"):
             file = h5py.File(path, "r")
             # Not followed: a link may lead to any other file.
             kinds = {key: file.get(key, getlink=True) for key in file}
@@ -111,7 +111,7 @@ class Hdf5(File):
         if elsewhere:
             raise ValueError(f"{path} must hold the numbers of {chosen} itself, not in other files")
         if not written:
-            raise ValueError(f"{path} is not whole: parts of {chosen} were never written")
+            raise ValueError(f"{path} is incomplete: parts of {chosen} were never written")
 
     def __getitem__(self, rows: Any, /) -> Array:
         if not isinstance(rows, slice):
@@ -126,7 +126,7 @@ class Safetensors(File):
     def __init__(self, path: Path, name: str | None, part: str | None) -> None:
         from safetensors import safe_open
 
-        with reading(path, "is not a safetensors file, or has lost its end"):
+        with reading(path, "is not a safetensors file, or is truncated"):
             file: Any = safe_open(path, framework="pt")
         self.tensor = file.get_slice(_choose(path, list(file.keys()), name, part))
         self.shape = tuple(self.tensor.get_shape())
@@ -155,7 +155,7 @@ class Parquet(File):
             import pyarrow.parquet as pq
         except ImportError as error:
             raise ImportError(f"{path} needs pyarrow: pip install 'givens[formats]'") from error
-        with reading(path, "is not a parquet file, or has lost its end"):
+        with reading(path, "is not a parquet file, or is truncated"):
             # Verify checksums, if the writer left any.
             self.file = pq.ParquetFile(source or path, page_checksum_verification=True)
             lists = [
@@ -242,7 +242,7 @@ def npy(path: Path) -> Array:
 
 def npy_form(path: str | Path, file: Any, size: int) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     """Type, shape and order of a .npy file; raises if the size of the file does not match."""
-    with reading(path, "is not a whole .npy file of numbers"), warnings.catch_warnings():
+    with reading(path, "is not a complete .npy file of numbers"), warnings.catch_warnings():
         # numpy's warnings about headers by Python 2, and about damaged ones.
         warnings.simplefilter("ignore")
         version = np.lib.format.read_magic(file)
@@ -251,7 +251,7 @@ def npy_form(path: str | Path, file: Any, size: int) -> tuple[np.dtype[Any], tup
     counts = len(shape) <= MOST_AXES and all(type(n) is int and 0 <= n <= size for n in shape)
     room = math.prod(shape) * dtype.itemsize if counts else size
     if dtype.hasobject or not dtype.itemsize or file.tell() + room > size:
-        raise ValueError(f"{path} is not a whole .npy file of numbers")
+        raise ValueError(f"{path} is not a complete .npy file of numbers")
     return dtype, shape, by_columns
 
 
@@ -262,7 +262,7 @@ def vecs_form(path: str | Path, head: bytes, size: int) -> tuple[np.dtype[Any], 
     n = int.from_bytes(head, "little", signed=True)
     row = 4 + n * dtype.itemsize
     if n < 1 or size % row:
-        raise ValueError(f"{path} is not a whole {suffix} file: {size} bytes, n = {n}")
+        raise ValueError(f"{path} is not a complete {suffix} file: {size} bytes, n = {n}")
     return dtype, (size // row, n)
 
 

@@ -42,7 +42,7 @@ class Ranged(File):
         self.file.seek(self.at + first * width * self.dtype.itemsize)
         raw = self.file.read(count * width * self.dtype.itemsize)
         if len(raw) != count * width * self.dtype.itemsize:
-            raise ValueError(f"{self.plain} has lost its end since it was opened")
+            raise ValueError(f"{self.plain} has been truncated since it was opened")
         table = np.frombuffer(raw, self.dtype).reshape(count, width)
         if self.lead:
             check_dims(self.plain, table, slice(None), self.shape, first)

@@ -38,7 +38,7 @@ class Text(File):
                 with (gzip.open if _is_packed(path) else open)(path, "rb") as source:
                     self.names, self.shape = _parse(path, source, file)
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise ValueError(f"{path} is not a whole .gz file") from error
+                raise ValueError(f"{path} is not a complete .gz file") from error
             file.flush()
             # The mapping outlives the file's name.
             self.table = np.memmap(file, np.float32, "r", shape=self.shape)
