@@ -29,22 +29,27 @@ def by_step(rows: Rows) -> list[str]:
 
 
 def searched(rows: Rows) -> list[str]:
-    """What the validation users of the hidden seeds found with a frozen rotation, by its rates."""
-    mine = needed([row for row in rows if row["method"] == "frozen"], "frozen")
-    lines = table("weight", "joint lr", "recall@100, best step", "that step", "at the end",
-                  "distortion", "distinct codes")  # fmt: skip
-    cases = sorted({_rates(row) for row in mine})
-    for weight, lr in cases:
-        some = [row for row in mine if _rates(row) == (weight, lr)]
-        best = [row["steps"][row["recall"].index(max(row["recall"]))] for row in some]
-        lines.append(line(
-            f"{weight:g}", f"{lr:g}",
-            percent(statistics.fmean(max(row["recall"]) for row in some), 2),
-            " and ".join(map(str, sorted(best))),
-            percent(statistics.fmean(row["recall"][-1] for row in some), 2),
-            _3(statistics.fmean(row["final_distortion"] for row in some)),
-            percent(statistics.fmean(row["distinct"] for row in some)),
-        ))  # fmt: skip
+    """What validation users of the hidden seeds found with a frozen rotation, by its rates."""
+    mine = needed(select(rows, method="frozen"), "frozen")
+    heads = ("at the start", "at the best step", "which is", "at the end")
+    lines = table("weight", "joint lr", *heads, "distortion", "distinct codes")
+    lr = mine[0]["config"]["lr"]
+    before = [row for row in select(rows, method="warm-up") if row["config"]["lr"] == lr]
+    alone = statistics.fmean(max(row["recall"]) for row in before)
+    lines.append(line("no index", "", percent(alone, 2), *[""] * 5))
+    for weight, rate in sorted({_rates(row) for row in mine}):
+        some = [row for row in mine if _rates(row) == (weight, rate)]
+        curves = [row["recall"] for row in some]
+        steps = sorted({row["steps"][row["recall"].index(max(row["recall"]))] for row in some})
+        found = [statistics.fmean(curve[0] for curve in curves)]
+        found += [statistics.fmean(map(max, curves)), statistics.fmean(c[-1] for c in curves)]
+        start, best, end = (percent(value, 2) for value in found)
+        distortion = _3(statistics.fmean(row["final_distortion"] for row in some))
+        distinct = percent(statistics.fmean(row["distinct"] for row in some))
+        where = " and ".join(map(str, steps))
+        lines.append(
+            line(f"{weight:g}", f"{rate:g}", start, best, where, end, distortion, distinct)
+        )
     return lines
 
 

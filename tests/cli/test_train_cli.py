@@ -189,7 +189,7 @@ def test_a_resumed_run_has_the_seconds_of_all_its_parts(clicks, monkeypatch):
     ("options", "message"),
     [
         ("--data missing", "there is no log missing"),
-        ("--method svd", "method must be one of 'frozen', 'cayley', 'expm', 'penalty'"),
+        ("--method svd", "method must be one of 'frozen', 'cayley', 'expm', 'pogo'"),
         ("--codewords 100", "clicks.txt must have at least as many items as codewords, but has 60"),
         ("--dim 18", "dim must be divisible by"),
         ("--pool max", "pool must be one of 'mean', 'attention'"),

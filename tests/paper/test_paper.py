@@ -266,6 +266,12 @@ def test_ties_go_to_the_lower_distortion_and_what_diverges_loses():
 
     assert rates.tune(Config(), "angle", rates.ANGLES, measure).angle == 0.03
 
+    def falling(config):
+        return {"recall": [0.5], "final_distortion": 1 / config.angle}
+
+    # Such a tie is no reason to look further.
+    assert rates.tune(Config(), "angle", rates.ANGLES, falling).angle == 0.1
+
 
 def test_rates_are_chosen_by_validation_users_and_kept(tmp_path, monkeypatch):
     log = click_log(200, 150, 4000)

@@ -6,7 +6,7 @@
     angle      each method's own, on a grid that is the same for all
 
 One after another, in this order. Recall is that of the index, at the best step, as a run itself
-chooses it; ties go to the lower distortion. Where the best value lies at an end of its grid, the
+chooses it; ties go to the lower distortion. Where the best recall lies at an end of its grid, the
 grid is widened. The test users are never asked.
 """
 
@@ -69,6 +69,9 @@ def tune(config: Config, name: str, grid: tuple[float, ...], measure: Measure) -
             scores[value] = score([measure(with_seed(changed, seed)) for seed in HIDDEN])
         best = max(scores, key=lambda value: scores[value])
         wanted = []
+        if scores[best][0] == max(scores[value][0] for value in scores if value != best):
+            # The distortion alone decided, as where no step with the index was better than none.
+            break
         if best == min(scores):
             wanted = [_rounded(best / STEP)]
         elif best == max(scores):
