@@ -46,17 +46,17 @@ def read(data: Path, run: Path, began: float) -> dict[str, Any]:
 
     imported, base = time.time() - began, peak()
     log = open_log(data, run)
-    known = time.time() - began
+    known, read_cpu = time.time() - began, time.process_time()
     examples = open_examples(log, history=HISTORY, ahead=20)
     opened = time.time() - began
     examples.draw(0, BATCH)
-    first = time.time() - began
+    first, first_cpu = time.time() - began, time.process_time()
     slowest = 0.0
     for step in range(1, DRAWS):
         before = time.perf_counter()
         examples.draw(step, BATCH, dropout=0.3)
         slowest = max(slowest, time.perf_counter() - before)
-    spent = time.time() - began - first
+    spent, cpu = time.time() - began - first, time.process_time() - first_cpu
     assert isinstance(log, streamed.StreamedLog)
     assert isinstance(examples, streams.StreamedExamples)
     return {
@@ -67,10 +67,14 @@ def read(data: Path, run: Path, began: float) -> dict[str, Any]:
         "row_groups": len(log.source),
         "file_bytes": sum(file.stat().st_size for file in log.source.files),
         "imported": imported,
-        "read": known - imported,
+        "read": known,
         "opened": opened - known,
         "windows": first - opened,
         "first_batch": first,
+        # Processor seconds of all threads, since the start of the process.
+        "read_cpu": read_cpu,
+        "first_batch_cpu": first_cpu,
+        "draw_cpu_ms": 1000 * cpu / (DRAWS - 1),
         "draw_ms": 1000 * spent / (DRAWS - 1),
         "slowest_draw_ms": 1000 * slowest,
         "examples_per_second": BATCH * (DRAWS - 1) / spent,
@@ -96,7 +100,7 @@ def train(data: Path, run: Path, began: float) -> dict[str, Any]:
     examples = open_examples(log, history=config.history, ahead=config.ahead)
     trainer = Trainer(state, examples)
     trainer.advance()
-    first = time.time() - began
+    first, first_cpu = time.time() - began, time.process_time()
     drawn = 0.0
     draw = examples.draw
 
@@ -110,7 +114,7 @@ def train(data: Path, run: Path, began: float) -> dict[str, Any]:
     examples.draw = timed  # type: ignore[method-assign]
     for _ in range(STEPS):
         trainer.advance()
-    spent = time.time() - began - first
+    spent, cpu = time.time() - began - first, time.process_time() - first_cpu
     parts = [*state.towers.parameters(), *state.layer.parameters()]
     tables = sum(part.nbytes for part in parts)
     tables += sum(
@@ -122,6 +126,8 @@ def train(data: Path, run: Path, began: float) -> dict[str, Any]:
     return {
         "read": known,
         "first_step": first,
+        "first_step_cpu": first_cpu,
+        "step_cpu_ms": 1000 * cpu / STEPS,
         "step_ms": 1000 * spent / STEPS,
         "draw_ms": 1000 * drawn / STEPS,
         "table_bytes": tables,
@@ -146,7 +152,8 @@ def part(name: str, *arguments: Any) -> dict[str, Any]:
     found = subprocess.run(
         [*command, "--began", str(time.time())], check=True, stdout=subprocess.PIPE, text=True
     )
-    row = {"part": name, **json.loads(found.stdout.splitlines()[-1])}
+    # How busy the machine was, with this among it.
+    row = {"part": name, **json.loads(found.stdout.splitlines()[-1]), "load": os.getloadavg()[0]}
     print(json.dumps(row), flush=True)
     return row
 

@@ -236,36 +236,29 @@ def split_plan(rows: Rows) -> list[str]:
 def scale_log(rows: Rows) -> list[str]:
     """A log that is streamed: seconds and memory."""
     parts = {row["part"]: row for row in needed(rows, "scale_log")}
-    first, again, train = parts["read"], parts["again"], parts["train"]
-    gib = 2**30
+    first, again, model = parts["read"], parts["again"], parts["train"]
     return [
-        *table("", "first run", "with the pass kept"),
-        line("imports", f"{first['imported']:.1f} s", f"{again['imported']:.1f} s"),
-        line("the pass", f"{first['read']:.1f} s", f"{again['read']:.1f} s"),
-        line("windows of all 16 streams", f"{_windows(first):.1f} s", f"{_windows(again):.1f} s"),
+        *table("from the start of the process", "first run", "with the pass kept"),
+        line("imports", f"{first['imported']:.0f} s", f"{again['imported']:.0f} s"),
+        _timed("the pass is over", "read", "read_cpu", first, again),
+        _timed("the first batch is drawn", "first_batch", "first_batch_cpu", first, again),
+        _timed("the first step is taken (n = 8)", "first_step", "first_step_cpu", model),
         line(
-            "to the first batch", f"{first['first_batch']:.1f} s", f"{again['first_batch']:.1f} s"
+            f"to draw a batch of {model['batch']:,}",
+            *(f"{row['draw_ms']:.0f} ms; {row['draw_cpu_ms']:.0f} ms" for row in (first, again)),
         ),
-        line("to the first step, with towers of 8 dimensions", f"{train['first_step']:.1f} s", ""),
-        line("a batch of 4,096", f"{first['draw_ms']:.1f} ms", f"{again['draw_ms']:.1f} ms"),
-        line("a step beside it", f"{train['step_ms']:.0f} ms", ""),
-        line(
-            "peak memory, without a model",
-            f"{first['peak_bytes'] / gib:.2f} GiB",
-            f"{again['peak_bytes'] / gib:.2f} GiB",
-        ),
-        line(
-            "of it Python and packages",
-            f"{first['base_bytes'] / gib:.2f} GiB",
-            f"{again['base_bytes'] / gib:.2f} GiB",
-        ),
-        line(
-            "peak memory with the model, beyond its tables",
-            f"{train['beyond_tables'] / gib:.2f} GiB",
-            "",
-        ),
+        line("a step", f"{model['step_ms']:.0f} ms; {model['step_cpu_ms']:.0f} ms", ""),
+        _sized("peak memory without a model", "peak_bytes", first, again),
+        _sized("peak memory with one, beyond its tables", "beyond_tables", model),
+        line("load of the machine", *(f"{row['load']:.0f}" for row in (first, again))),
     ]
 
 
-def _windows(row: Row) -> float:
-    return float(row["opened"] + row["windows"])
+def _timed(name: str, wall: str, cpu: str, *rows: Row) -> str:
+    cells = [f"{row[wall]:.0f} s; {row[cpu]:.0f} s" for row in rows]
+    return line(name, *cells, *[""] * (2 - len(cells)))
+
+
+def _sized(name: str, key: str, *rows: Row) -> str:
+    cells = [f"{row[key] / 2**30:.2f} GiB" for row in rows]
+    return line(name, *cells, *[""] * (2 - len(cells)))
