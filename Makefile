@@ -7,8 +7,9 @@ BIN = .venv/bin
 demo: .venv/ready
 	$(BIN)/givens demo
 
+# Some workers of one thread each; worksteal keeps most of a file's tests, and its fixtures, together.
 test: .venv/ready lint
-	$(BIN)/pytest -m "not cuda"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not cuda" -n logical --maxprocesses 4 --dist worksteal
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -20,8 +20,8 @@ from torch import Tensor
 import givens
 from givens.kernels.gpu.matching import Matcher
 from givens.kernels.gpu.nearest import assign
-from givens.paper.fig4 import captured, timed_by_events
 from givens.paper.rows import environment, write
+from givens.paper.timing import capture, time_by_events
 
 
 def skew(values: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ def matrices(n: int, data: Path | None) -> dict[str, Tensor]:
 def milliseconds(step: Callable[[], object], count: int) -> float:
     """The median of graph replays, or of single runs where count is 1."""
     step()
-    run, count = captured(step, count) if count > 1 else (step, 1)
-    return statistics.median(timed_by_events(run, count)) * 1e3
+    run, count = capture(step, count) if count > 1 else (step, 1)
+    return statistics.median(time_by_events(run, count)) * 1e3
 
 
 def weight(A: Tensor, pairs: Tensor) -> float:

@@ -1,18 +1,21 @@
 """What the index costs a training step: two towers alone, with a frozen rotation, and with GCD.
 
-    python benchmarks/layer.py --device cpu --runs 5 --json results/layer-cpu.json
+    python benchmarks/layer.py --device cpu --runs 5 --threads 1 --processor-time --json FILE
     python benchmarks/layer.py --device cuda --runs 5 --json results/layer-cuda.json
 
 A step is forward, backward and all optimizers, at n = 512, a batch of 1,024 and codes of 64 × 256.
 Items are rows of a table of 10,000, users the mean of 50 items of their history; each goes through
 a hidden layer of 1,024, is scored by cosine and trained by softmax over the batch. In eager mode,
 and on a GPU also as replays of a CUDA graph. The contenders take turns; rows have medians. Every
-run is a process of its own: between them a host differs more than within one.
+run is a process of its own: between them a host differs more than within one. Processor time is
+for a machine with other work on it.
 """
 
 import argparse
+import functools
 import multiprocessing
 import statistics
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import givens
-from givens.paper import fig4
+from givens.paper import timing
 from givens.paper.rows import environment, write
 
 ITEMS, HISTORY, HIDDEN = 10_000, 50, 1024
@@ -66,7 +69,7 @@ def contender(
         with torch.no_grad():
             sample = torch.randint(ITEMS, (16 * sizes.codewords,), device=device)
             layer.warm_start(towers(sample[:, None], sample)[1], 3, method="pq")
-        trained += layer.index_parameters()
+        trained += layer.codebook_parameters()
         if name == "frozen":
             layer.rotation.requires_grad_(False)
         else:
@@ -121,9 +124,11 @@ def measure(sizes: argparse.Namespace, device: str, mode: str) -> list[dict[str,
     steps = {}
     for name in CONTENDERS:
         step = contender(name, sizes, device, capturable=graphs)
-        steps[name] = fig4.captured(step, 5) if graphs else (step, 1)
+        steps[name] = timing.capture(step, 5) if graphs else (step, 1)
     times: dict[str, list[float]] = {name: [] for name in steps}
-    timed = fig4.timed_by_events if device == "cuda" else fig4.timed_by_clock
+    clock = time.process_time if sizes.processor_time else time.perf_counter
+    by_clock = functools.partial(timing.time_by_clock, clock=clock)
+    timed = timing.time_by_events if device == "cuda" else by_clock
     for _ in range(sizes.rounds):
         for name, (step, count) in steps.items():
             times[name] += timed(step, count)
@@ -143,6 +148,7 @@ def measure(sizes: argparse.Namespace, device: str, mode: str) -> list[dict[str,
                 "p10_us": round(tenths[0] * 1e6, 1),
                 "p90_us": round(tenths[8] * 1e6, 1),
                 "samples": len(seconds),
+                "timed_by": "processor time" if sizes.processor_time else "wall time",
                 "times_no_index": round(medians[name] / medians["no index"], 3),
                 "times_frozen": round(medians[name] / medians["frozen"], 3),
             }
@@ -163,6 +169,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--processor-time", action="store_true", help="instead of wall time")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

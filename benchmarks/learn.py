@@ -29,7 +29,7 @@ from problems import PROBLEMS, Problem
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import givens
-from givens.paper import fig4, rows
+from givens.paper import fig4, rows, timing
 
 # The middle of each method's first grid, as the power of √10. GCD's rate is an angle; Adam's is of
 # the numbers of a skew matrix; that of POGO and Landing is a Frobenius norm.
@@ -250,9 +250,9 @@ def time_steps(
         step = make_timed_step(problem_name, n, timed, lr, device)
         step()
         captures = device == "cuda" and CAPTURED.fullmatch(timed)
-        steps[method] = (*(fig4.captured(step) if captures else (step, 1)), timed)
+        steps[method] = (*(timing.capture(step) if captures else (step, 1)), timed)
     times: dict[str, list[float]] = {method: [] for method in steps}
-    measure = fig4.timed_by_events if device == "cuda" else fig4.timed_by_clock
+    measure = timing.time_by_events if device == "cuda" else timing.time_by_clock
     for _ in range(fig4.ROUNDS[device]):
         for method, (step, count, _) in steps.items():
             times[method] += measure(step, count)

@@ -86,6 +86,7 @@ TABLES: tuple[tuple[str, str, str, Callable[..., str]], ...] = (
         command("givens train"),
     ),
     ("Click logs", "retrieval/test_data", "test_bad_files", file),
+    ("Click logs in Parquet files", "retrieval/test_streams", "test_bad_files", file),
     ("Config, of a training run", "retrieval/test_data", "test_bad_options", options("Config")),
     ("Folders of runs", "report/test_report", "test_folders_that_are_not_whole", content),
     ("fit, its options", "fixed/test_fit", "test_bad_input", options("fit")),

@@ -59,6 +59,7 @@ STEPS = {
     "landing": "Landing",
 }
 TOWERS = {"gcd": "GCD", "gcd-random": "GCD-R", "gcd-greedy": "GCD-G", "frozen": "frozen rotation"}
+TOWERS |= {"cayley": "Cayley", "pogo": "POGO"}
 LOGS = {
     "ml-1m": "MovieLens 1M",
     "amazon-book": "Amazon Books",
@@ -137,7 +138,7 @@ def step(rows: Rows) -> list[str]:
 def layer(rows: Rows) -> list[str]:
     """What a training step with the index costs, against none and a frozen rotation."""
     lines = table("", "the index", "against no index", "against a frozen rotation")
-    places = {("cpu", "eager"): "2 CPU threads", ("cuda", "eager"): "H200, eager"}
+    places = {("cpu", "eager"): "CPU", ("cuda", "eager"): "H200, eager"}
     places |= {("cuda", "graph"): "H200, CUDA graph"}
     for (device, mode), place in places.items():
         mine = needed(select(rows, device=device, mode=mode), place)

@@ -61,7 +61,7 @@ def train(kind: str, log: Log, steps: int, seed: int) -> dict[str, object]:
     torch.manual_seed(seed)
     draws, towers = np.random.default_rng(seed), Towers(log.catalogue)
     index = givens.IndexLayer(DIM, BYTES, metric="cosine")
-    adam = torch.optim.Adam([*towers.parameters(), *index.index_parameters()])
+    adam = torch.optim.Adam([*towers.parameters(), *index.codebook_parameters()])
     turn = givens.GCD(index.rotation.parameters())
     for step in range(2 * steps):
         if step == steps and kind != "after":

@@ -21,7 +21,6 @@ from givens import distributed
 store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-distributed.BUNDLED = 20
 mixed = torch.linspace(1, 2, world)
 for total in (1, world, 10, 11):
     X = torch.randn(total, 4, generator=torch.Generator().manual_seed(total))
@@ -38,7 +37,23 @@ for total in (1, world, 10, 11):
     added = distributed.sum_ranks(distributed.share(mean, len(part), total))
     torch.testing.assert_close(added, X.mean())
 
-# Large and small, of any layout, and one without a gradient.
+# Rows to whom they are for, and their gradients back; from some nothing, to some nothing.
+for counts in ([0, 0, 0], [0, 2, 1], [3, 0, 0]):
+    sent = [counts[(rank + to) % world] for to in range(world)]
+    taken = [counts[(rank + of) % world] for of in range(world)]
+    x = (torch.arange(sum(sent) * 2.0).view(-1, 2) + 100 * rank).requires_grad_()
+    came = distributed.exchange(x, sent, taken)
+    first = [sum(counts[(of + to) % world] for to in range(rank)) for of in range(world)]
+    wanted = [
+        torch.arange(100 * of + 2.0 * first[of], 100 * of + 2.0 * (first[of] + taken[of]))
+        for of in range(world)
+    ]
+    torch.testing.assert_close(came.flatten(), torch.cat(wanted), rtol=0, atol=0)
+    (came * (rank + 1)).sum().backward()
+    weights = torch.repeat_interleave(torch.arange(1.0, world + 1), torch.tensor(sent))
+    torch.testing.assert_close(x.grad, weights[:, None].expand(-1, 2))
+
+# Of any layout, and one without a gradient.
 sizes = ((3, 7), (5,), (), (2, 2))
 parts = [torch.zeros(size, requires_grad=True) for size in sizes] + [torch.zeros(2)]
 parts[3].grad = torch.arange(4.0).view(2, 2).mT * (rank + 1)
@@ -49,6 +64,13 @@ times = world * (world + 1) / 2
 for part in parts[:3]:
     torch.testing.assert_close(part.grad, torch.full_like(part, times))
 torch.testing.assert_close(parts[3].grad, torch.arange(4.0).view(2, 2).mT * times)
+
+# A gradient of rows is whole already.
+parts = [torch.zeros(2, 2, requires_grad=True)]
+parts[0].grad = torch.sparse_coo_tensor([[rank % 2]], torch.ones(1, 2), (2, 2)).coalesce()
+distributed.add_gradients(parts)
+if parts[0].grad._nnz() != 1:
+    sys.exit("a gradient of rows was added up")
 
 mine = torch.full((3,), float(rank))
 distributed.copy_from_first(mine, None)
@@ -63,6 +85,14 @@ except ValueError as error:
         raise
 else:
     sys.exit("other numbers were not seen")
+if distributed.from_all(lambda: rank) != [*range(world)]:
+    sys.exit("not what all have made")
+try:
+    distributed.from_all(lambda: 1 / (rank - 1))
+except ZeroDivisionError:
+    pass
+else:
+    sys.exit("the second rank's error was lost")
 try:
     distributed.from_first(lambda: 1 / 0)
 except ZeroDivisionError:

@@ -327,6 +327,17 @@ def test_tables_are_made_from_rows_and_miss_none_silently():
         tables.step([])
     with pytest.raises(ValueError, match="measure it again"):
         scale_tables.scale_plan([])
+    row = {"engine": "givens", "items": 10, "sent_bytes": 5e5, "peak_bytes": 9 << 20}
+    row |= {"idle_bytes": 1 << 20, "seconds": 0.0123}
+    alone = {**row, "ranks": 1, "losses": [2.0, 1.0]}
+    told = scale_tables.engines([alone, {**row, "ranks": 2, "losses": [2.0, 1.001]}])
+    assert told[-1] == "| `retrieval.tables` | 10 | 2 | 12 ms | 0.50 MB | 8 MiB | 1e-03 |"
+    large = {"items": 4e6, "ranks": 4, "dim": 64, "idle_bytes": 0, "peak_bytes": [522e6, 612e6]}
+    plan = scale_tables.split_plan([large])
+    # Of 10⁹ items 1,040 GB, 98.7 on a GPU; 100 bytes beside each row of a sixteenth of them.
+    assert "| tables and their state | 0.10 TB | 1.04 TB | V·(8·n + 16) |" in plan
+    assert "| GPUs, at least | 2 | 16 | 0.7 · 141 GB each, a power of two |" in plan
+    assert "| beside them, of each rank | 5 GB | 6 GB | 100 bytes for each row, measured |" in plan
     damage = json.loads((ROOT / "results" / "files.json").read_text())
     damage["rows"] = [row for row in damage["rows"] if row["target"] != "hnswlib"]
     with pytest.raises(ValueError, match="must have hnswlib"):

@@ -12,6 +12,7 @@ from torch import nn
 
 import givens
 from givens import optim, options, pairing
+from givens.kernels.cpu import choosing
 from givens.kernels.cpu import step as cpu
 
 EPS = {torch.float32: 1e-6, torch.float64: 1e-14}
@@ -185,6 +186,22 @@ def test_weight_of_the_chosen_planes(name, make, turns, backend):
     n = 40
     magnitudes = make(n)
     magnitudes = torch.maximum(magnitudes, magnitudes.T).fill_diagonal_(0).contiguous()
+    found = weight(pairing.greedy_partners(magnitudes, turns), magnitudes)
+    assert found >= 0.95 * greedy_one_by_one(magnitudes, turns)
+
+
+@pytest.mark.parametrize("make", [hub, chain, lambda n: 1 + oracles.skew(n).abs()])
+@pytest.mark.parametrize("heavy", ["all", "sampled", "others"])
+def test_sample_of_the_planes_may_mislead(heavy, make):
+    """It may have all heavy planes or none, and says how many of them are collected, no more."""
+    n, turns = 200, 4
+    every = min(1 + n // 64, choosing.SAMPLE)
+    assert every > 1
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    sampled = (j - i - 1 - i % every) % every == 0
+    factor = {"all": 1.0, "sampled": 1 + 99.0 * sampled, "others": 100 - 99.0 * sampled}[heavy]
+    magnitudes = (make(n) * factor).triu(1)
+    magnitudes = magnitudes + magnitudes.T
     found = weight(pairing.greedy_partners(magnitudes, turns), magnitudes)
     assert found >= 0.95 * greedy_one_by_one(magnitudes, turns)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from givens.search import ground_truth, recall
 
-# Imported where they are first used: torch takes seconds, in which a command has to hear Ctrl-C.
+# Imported at first use: importing torch takes seconds, during which Ctrl-C must still work.
 _PLACES = {
     "fixed.fit": ("fit",),
     "kernels": ("backend",),

@@ -7,7 +7,7 @@ from types import FrameType
 
 def main() -> None:
     """Import the command line, which takes seconds, and run it."""
-    # Until it is there nothing is written: it leaves at once, and no import is told as failed.
+    # During the import nothing is written yet: exit at once, without a traceback from an import.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     from givens.cli import main

@@ -1,4 +1,4 @@
-"""What GCD is compared with, in the same form: a `Rotation` and an optimizer that learns it.
+"""The baselines of GCD, in the same form: a `Rotation` and an optimizer that learns it.
 
 Cayley and the matrix exponential rebuild W from a skew matrix at every forward pass; Procrustes
 follows the gradient off SO(n) and comes back by SVD; POGO follows it and comes nearly back by a few
@@ -23,13 +23,13 @@ Method = Literal["gcd", "gcd-all", Variant, "cayley", "expm", "svd", "pogo", "pe
 
 
 def optimizer_for(rotation: Rotation, method: Method, lr: float, **options: Any) -> Optimizer:
-    """The optimizer that learns `rotation` by `method`: the one argument that experiments exchange.
+    """The optimizer that learns `rotation` by `method`.
 
-    "gcd" is GCD as it comes, "gcd-all" with every plane in every step; "gcd-random", "gcd-greedy",
-    "gcd-steepest" and the overlapping ones turn one pairing for a gradient, as the paper does, with
-    one size for the matrix. `options` go to the optimizer. For "cayley" and "expm" the rotation's
-    weight is parametrized in place, around where it is now; `rotation.matrix` and its calls are
-    used as before. "pogo" needs the package pogo-torch.
+    "gcd" is GCD with its defaults, "gcd-all" turns every plane in every step; "gcd-random",
+    "gcd-greedy", "gcd-steepest" and the overlapping variants are the paper's: one pairing for a
+    gradient, with one scale for the matrix. `options` go to the optimizer. "cayley" and "expm"
+    parametrize the rotation's weight in place, around its current value; `rotation` is used as
+    before. "pogo" needs the package pogo-torch.
     """
     if method not in get_args(Method):
         known = ", ".join(map(repr, get_args(Method)))
@@ -50,7 +50,7 @@ def optimizer_for(rotation: Rotation, method: Method, lr: float, **options: Any)
 
 
 class Cayley(nn.Module):
-    """W = (I − S)(I + S)⁻¹ W₀ with S skew: no rotation by π in any plane can be reached from W₀."""
+    """W = (I − S)(I + S)⁻¹ W₀ with S skew; cannot reach a turn by π in any plane from W₀."""
 
     base: Tensor
 
@@ -61,12 +61,12 @@ class Cayley(nn.Module):
     def forward(self, X: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
         """W, from the part of X above its diagonal."""
         S, eye = _skew(X)
-        # (I − S) and (I + S)⁻¹ commute. I + S is never singular: to check would wait for a GPU.
+        # (I − S) and (I + S)⁻¹ commute. I + S is never singular; checking would synchronise a GPU.
         W: Tensor = torch.linalg.solve_ex(eye + S, (eye - S) @ self.base).result
         return W
 
     def right_inverse(self, W: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-        """Start over from W, with S = 0."""
+        """Restart from W, with S = 0."""
         self.base.copy_(W.detach())
         return torch.zeros_like(W)
 
@@ -81,7 +81,7 @@ class Exponential(Cayley):
 
 
 class Procrustes(Optimizer):
-    """Gradient descent off SO(n), and back to the nearest orthogonal matrix by SVD."""
+    """A gradient step off SO(n), then back to the nearest orthogonal matrix by SVD."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -107,14 +107,14 @@ class Penalty(Adam):
         self, params: Iterable[Any], lr: float = 1e-3, *, weight: float = 1.0, **options: Any
     ) -> None:
         super().__init__(params, lr, **options)
-        # For groups that are there, and for those that come.
+        # For these groups, and for those added later.
         self.defaults["weight"] = weight
         for group in self.param_groups:
             group.setdefault("weight", weight)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Add the penalty's gradient, 4·weight·(WWᵀ − I)W, and let Adam go on."""
+        """Add the penalty's gradient, 4·weight·(WWᵀ − I)W, and take Adam's step."""
         loss = _evaluate(closure)
         for group in self.param_groups:
             for W in group["params"]:
@@ -161,7 +161,7 @@ def _as_batch(W: Tensor) -> Tensor:
 
 
 class Frozen(Optimizer):
-    """Leaves everything as it is."""
+    """An optimizer that changes nothing."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.0) -> None:
         super().__init__(params, {"lr": lr})

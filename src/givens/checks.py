@@ -1,8 +1,8 @@
-"""What arguments may be, in one place: vectors, whole numbers, numbers and choices.
+"""Checks of arguments: vectors, whole numbers, numbers and choices.
 
 Vectors are compared in float32, whose squares overflow beyond about 1e19 and vanish below 1e-19.
-So none may be longer than `LONGEST`; where directions are compared, by cosine, none but zero may
-be shorter than `SHORTEST`; and where a quantizer is fitted, the longest must reach that.
+So none may be longer than `LONGEST`; for cosine, none but zero may be shorter than `SHORTEST`; and
+to fit a quantizer, at least one must be that long.
 """
 
 import functools
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 LONGEST, SHORTEST = 1e14, 1e-12
-# Of counts, unless told otherwise.
+# The default upper limit of counts.
 MOST = (1 << 31) - 1
-# Seeds leave room for what is added to them.
+# Seeds leave room for offsets that are added to them.
 SEEDS = 1 << 62
-# Characters of a value in a message.
+# The most characters of a value in a message.
 WIDE = 60
 
 
@@ -34,11 +34,11 @@ T = TypeVar("T")
 def accept_old_calls(
     *positional: str, **renamed: str
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a function be called as before, with a warning that says how to call it now.
+    """Accept the earlier signature of a function, with a warning that shows the new call.
 
     Args:
-        *positional: keywords that could be given by position, after the positional ones of now.
-        **renamed: keywords that have another name now.
+        *positional: keywords that were positional, after those that still are.
+        **renamed: earlier names of keywords, and their new names.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -52,7 +52,9 @@ def accept_old_calls(
             now = {**late, **old}
             if now:
                 how = ", ".join(f"{name}={_show(value)}" for name, value in now.items())
-                message = f"call {function.__name__} with {how}: it takes keywords by these names"
+                message = (
+                    f"call {function.__name__} with {how}: the earlier signature is deprecated"
+                )
                 warnings.warn(message, DeprecationWarning, stacklevel=2)
             return function(*args[:first], *args[first + len(late) :], **now, **options)
 
@@ -62,7 +64,7 @@ def accept_old_calls(
 
 
 def check_table(name: str, x: Any, dim: int | None = None) -> None:
-    """Refuse what is no table (N, n) of real numbers; `dim` is n where only one will do."""
+    """Raise unless x is a table (N, n) of real numbers; with `dim`, n must be that."""
     kind = _kind(x)
     if kind is None:
         raise TypeError(
@@ -85,15 +87,15 @@ def check_lengths(
     rows: Any = None,
     holes: bool = False,
 ) -> None:
-    """Refuse vectors (m, n) that float32 cannot compare, and name the first.
+    """Raise for vectors (m, n) that float32 cannot compare; the error names the first.
 
     Args:
-        name: of the argument.
-        x: floats, as they were given or as float32.
-        metric: "cosine" takes no vectors close to 0, beside 0 itself.
-        first: where x begins among more rows.
-        rows: where its rows are from, instead.
-        holes: whether NaN and infinite values pass.
+        name: the argument's name.
+        x: floats, as given or as float32.
+        metric: "cosine" rejects vectors close to 0, but not 0 itself.
+        first: the position of x among more rows.
+        rows: the positions of all rows, instead.
+        holes: whether to accept NaN and infinite values.
     """
     least = SHORTEST if metric == "cosine" else 0.0
     lengths = torch.linalg.vector_norm(x, dim=1)
@@ -122,7 +124,7 @@ def check_lengths(
 
 
 def check_finite(name: str, x: Tensor, *, first: int = 0, rows: Any = None) -> None:
-    """Refuse rows with NaN or infinite values, and name the first; arguments as `check_lengths`."""
+    """Raise for rows with NaN or infinite values; arguments as in `check_lengths`."""
     bad = (~x.isfinite().all(1)).nonzero()
     if len(bad):
         row = int(bad[0])
@@ -131,7 +133,7 @@ def check_finite(name: str, x: Tensor, *, first: int = 0, rows: Any = None) -> N
 
 
 def check_scale(name: str, longest: float) -> None:
-    """Refuse a set of vectors whose longest is too short for float32 to tell them apart."""
+    """Raise if even the longest vector is too short for float32 to tell them apart."""
     if 0 < longest < SHORTEST:
         raise ValueError(
             f"{name} must have a vector of length {SHORTEST:g} or more to be told apart in "
@@ -140,7 +142,7 @@ def check_scale(name: str, longest: float) -> None:
 
 
 def check_whole(name: str, value: Any, least: int, most: int = MOST) -> int:
-    """An integer in least..most, of any integer type; neither bool nor float."""
+    """Return an integer in least..most, given in any integer type; bool and float raise."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -154,7 +156,7 @@ def check_whole(name: str, value: Any, least: int, most: int = MOST) -> int:
 
 
 def check_seed(value: Any) -> int:
-    """A seed in 0..2⁶²−1."""
+    """Return a seed in 0..2⁶²−1."""
     try:
         return check_whole("seed", value, 0, SEEDS - 1)
     except ValueError as error:
@@ -162,14 +164,14 @@ def check_seed(value: Any) -> int:
 
 
 def check_sizes(dim: int, subspaces: int, codewords: int, coarse: int) -> None:
-    """Refuse sizes of a quantizer that do not fit together."""
+    """Check that the sizes of a quantizer fit together."""
     for name, value in (("dim", dim), ("subspaces", subspaces)):
         check_whole(name, value, 1)
     if dim % subspaces:
         divisors = ", ".join(str(d) for d in range(1, dim + 1) if dim % d == 0)
         raise ValueError(
             f"dim must be divisible by subspaces, but got dim={dim}, subspaces={subspaces}; "
-            f"it is by {divisors}"
+            f"its divisors are {divisors}"
         )
     check_whole("codewords", codewords, 2, 256)
     check_whole("coarse", coarse, 0)
@@ -178,7 +180,7 @@ def check_sizes(dim: int, subspaces: int, codewords: int, coarse: int) -> None:
 def check_number(
     name: str, value: Any, least: float, most: float = math.inf, *, above: bool = False
 ) -> float:
-    """A finite number of at least `least`, or `above` it, up to `most`; not bool."""
+    """Return a finite number of at least `least`, or `above` it, and at most `most`; not bool."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, but got {name}={_show(value)}")
     try:
@@ -194,7 +196,7 @@ def check_number(
 
 
 def check_choice(name: str, value: Any, known: Iterable[str], others: str = "") -> None:
-    """One of the known words; `others` says what else would do."""
+    """Raise unless value is one of the known words; `others` names further ways for the message."""
     listed = tuple(known)
     if not isinstance(value, str) or value not in listed:
         words = ", ".join(map(repr, listed))
@@ -202,20 +204,20 @@ def check_choice(name: str, value: Any, known: Iterable[str], others: str = "") 
 
 
 def _show(value: Any) -> str:
-    """A value in one line that is not too long."""
+    """A value in one short line, for a message."""
     line = " ".join(repr(value).split())
     return line if len(line) <= WIDE else f"{line[:WIDE]}…"
 
 
 def _kind(x: Any) -> str | None:
-    """The letter of numpy for what a table's numbers are; none where x is no table."""
+    """The kind of a table's numbers, as numpy's letter; None if x is not a table."""
     if isinstance(x, Tensor):
         if x.layout != torch.strided or x.is_quantized:
             return None
         if x.is_complex():
             return "c"
         return "b" if x.dtype == torch.bool else "f" if x.is_floating_point() else "i"
-    # What is masked or sparse would be read as if it were not.
+    # Masked and sparse arrays would be read as if they were plain ones.
     if isinstance(x, np.ma.MaskedArray) or hasattr(x, "tocsr"):
         return None
     if not all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__", "__len__")):

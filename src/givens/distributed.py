@@ -1,8 +1,8 @@
 """Processes that train one model together, and what they exchange; one alone exchanges nothing.
 
-Every rank holds all that is learned, and works on its part of the rows. A loss is a rank's share of
-the mean over all rows, so that losses add up over ranks, and their gradients too: each rank then
-takes the same step from the same sums.
+Every rank holds all that is learned but the rows of large tables, which are split, and works on its
+part of the batch. A loss is a rank's share of the mean over all rows, so that losses add up over
+ranks, and their gradients too: each rank then takes the same step from the same sums.
 """
 
 import contextlib
@@ -13,7 +13,8 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -23,9 +24,6 @@ from torch.distributed.rendezvous import rendezvous
 
 # What the first rank does while others wait, such as the index's start, has to end by then.
 PATIENCE = datetime.timedelta(hours=2)
-
-# Gradients of no more numbers than this are sent in one message.
-BUNDLED = 1 << 20
 
 Made = TypeVar("Made")
 
@@ -47,7 +45,19 @@ def is_first() -> bool:
 
 def rows(total: int) -> slice:
     """Which of so many rows are this rank's: as many as any other's, or one less or more."""
-    return slice(0, total) if alone() else _rows(total, distributed.get_rank())
+    if alone():
+        return slice(0, total)
+    return slice(*bounds(total)[distributed.get_rank() :][:2])
+
+
+def bounds(total: int) -> list[int]:
+    """Where each rank's rows begin, and where those of the last end."""
+    return [rank * total // count() for rank in range(count() + 1)]
+
+
+def sizes(total: int) -> list[int]:
+    """How many of so many rows each rank has."""
+    return [stop - first for first, stop in pairwise(bounds(total))]
 
 
 def share(mean: Tensor, part: int, total: int) -> Tensor:
@@ -74,33 +84,33 @@ def gather_rows(x: Float[Tensor, "part n"], total: int) -> Float[Tensor, "all n"
     """
     if alone():
         return x
-    everything: Tensor = _Gathered.apply(x, total)  # type: ignore[no-untyped-call]
-    return everything
+    return exchange(x.repeat(count(), *[1] * (x.ndim - 1)), [len(x)] * count(), sizes(total))
+
+
+def exchange(x: Tensor, sent: list[int], taken: list[int]) -> Tensor:
+    """Send the first `sent[0]` rows to the first rank, and so on; gives what came, in their order.
+
+    Gradients go back the way that the rows came.
+    """
+    if alone():
+        return x
+    came: Tensor = _Exchanged.apply(x, sent, taken)  # type: ignore[no-untyped-call]
+    return came
 
 
 def add_gradients(parameters: Iterable[Tensor]) -> None:
-    """Put the sum over ranks in the place of each gradient."""
-    if alone():
+    """Put the sum over ranks in the place of each gradient; those of split tables are whole."""
+    gradients = [part.grad for part in parameters if part.grad is not None]
+    gradients = [gradient for gradient in gradients if not gradient.is_sparse]
+    if alone() or not gradients:
         return
-    gradients = []
-    for part in parameters:
-        if part.grad is not None and part.grad.is_sparse:
-            part.grad = _rows_of_all(part.grad)
-        elif part.grad is not None:
-            gradients.append(part.grad)
-    large = [gradient for gradient in gradients if gradient.numel() > BUNDLED]
-    small = [gradient for gradient in gradients if gradient.numel() <= BUNDLED]
-    # Small ones travel together: sending takes longer than what is sent.
-    bundle = torch.cat([gradient.flatten() for gradient in small]) if small else None
+    # They travel together: sending takes longer than what is sent.
+    bundle = torch.cat([gradient.flatten() for gradient in gradients])
     with _exchange():
-        for sent in [*large, bundle]:
-            if sent is not None:
-                distributed.all_reduce(sent)
-    if bundle is not None:
-        for gradient, part in zip(
-            small, bundle.split_with_sizes([g.numel() for g in small]), strict=True
-        ):
-            gradient.copy_(part.view_as(gradient))
+        distributed.all_reduce(bundle)
+    added = bundle.split_with_sizes([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, added, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def copy_from_first(*parts: Tensor | None) -> None:
@@ -114,20 +124,32 @@ def copy_from_first(*parts: Tensor | None) -> None:
 
 def from_first(make: Callable[[], Made]) -> Made:
     """What the first rank makes, or the error that it ends with, on all of them."""
+    return cast(Made, from_all(lambda: make() if is_first() else None)[0])
+
+
+def from_all(make: Callable[[], Made]) -> list[Made]:
+    """What each rank makes, in their order, or the first of their errors, on all of them."""
     if alone():
-        return make()
-    made: list[Any] = [None, None]
-    if is_first():
-        try:
-            made[0] = make()
-        except Exception as error:
-            made[1] = error
+        return [make()]
+    mine: tuple[Made | None, Exception | None]
+    try:
+        mine = make(), None
+    except Exception as error:
+        mine = None, error
+    everything: list[Any] = [None] * count()
     with _exchange():
-        distributed.broadcast_object_list(made, 0)
-    if made[1] is not None:
-        raise made[1]
-    result: Made = made[0]
-    return result
+        distributed.all_gather_object(everything, mine)
+    for _, failure in everything:
+        if failure is not None:
+            raise failure
+    return [made for made, _ in everything]
+
+
+def together(make: Callable[[], Made]) -> Made:
+    """What each rank makes for itself; an error on any of them is raised on all."""
+    made: list[Made] = []
+    from_all(lambda: made.append(make()))
+    return made[0]
 
 
 def check_same(name: str, parts: Iterable[Tensor | str], hint: str) -> None:
@@ -140,9 +162,7 @@ def check_same(name: str, parts: Iterable[Tensor | str], hint: str) -> None:
             digest.update(part.detach().cpu().contiguous().numpy().data)
         else:
             digest.update(part.encode())
-    found: list[Any] = [None] * count()
-    with _exchange():
-        distributed.all_gather_object(found, digest.hexdigest())
+    found = from_all(digest.hexdigest)
     other = [rank for rank, each in enumerate(found) if each != found[0]]
     if other:
         raise ValueError(
@@ -223,10 +243,6 @@ def _store(timeout: datetime.timedelta) -> tuple[Any, int, int]:
     return PrefixStore(f"givens {os.environ['TORCHELASTIC_RESTART_COUNT']}", store), rank, world
 
 
-def _rows(total: int, rank: int) -> slice:
-    return slice(rank * total // count(), (rank + 1) * total // count())
-
-
 @contextlib.contextmanager
 def _exchange() -> Iterator[None]:
     try:
@@ -241,32 +257,18 @@ def _exchange() -> Iterator[None]:
         ) from error
 
 
-def _rows_of_all(gradient: Tensor) -> Tensor:
-    """A sparse gradient with the rows of all ranks, each of which has its part of them."""
-    indices, values = gradient._indices()[0], gradient._values()
-    total = int(sum_ranks(values.new_tensor(len(values))))
-    parts = gather_rows(indices, total)[None], gather_rows(values, total)
-    return torch.sparse_coo_tensor(*parts, gradient.shape)
-
-
-class _Gathered(torch.autograd.Function):
-    """Rows of all ranks, in their order."""
+class _Exchanged(torch.autograd.Function):
+    """`exchange`; torch's own with a gradient is deprecated in one place, private in the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: int) -> Tensor:
-        ctx.rows = rows(total)
-        # All send as many rows.
-        mine = x.new_zeros(-(-total // count()), *x.shape[1:])
-        mine[: len(x)] = x
-        parts = [torch.empty_like(mine) for _ in range(count())]
+    def forward(ctx: Any, x: Tensor, sent: list[int], taken: list[int]) -> Tensor:
+        ctx.sizes = taken, sent
+        came = x.new_empty(sum(taken), *x.shape[1:])
         with _exchange():
-            distributed.all_gather(parts, mine)
-        whose = [_rows(total, rank) for rank in range(count())]
-        return torch.cat([part[: w.stop - w.start] for part, w in zip(parts, whose, strict=True)])
+            distributed.all_to_all_single(came, x.contiguous(), taken, sent)
+        return came
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        g = g.clone(memory_format=torch.contiguous_format)
-        with _exchange():
-            distributed.all_reduce(g)
-        return g[ctx.rows], None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        back: Tensor = _Exchanged.apply(g, *ctx.sizes)  # type: ignore[no-untyped-call]
+        return back, None, None

@@ -19,7 +19,7 @@ from givens.storage.vectors import chunks, rows_of
 
 Start = Literal["sampled", "plus-plus"]
 
-# Numbers in a slice of the data, and distances that are held at once on a CPU and on a GPU.
+# Numbers in a slice of the data; distances held at once on a CPU and on a GPU.
 SLICE = 1 << 22
 BUFFER, DEVICE_BUFFER = 1 << 22, 1 << 26
 # Vectors per codeword that k-means++ looks at.
@@ -28,7 +28,7 @@ SEEDS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Clusters:
-    """What a pass over the data leaves: sums, sizes and errors of the clusters of each subspace."""
+    """The sums, sizes and errors of all clusters, after a pass over the data."""
 
     sums: Float[Tensor, "D K v"]
     counts: Float[Tensor, "D K"]
@@ -36,21 +36,21 @@ class Clusters:
 
     @property
     def error(self) -> Tensor:
-        """The mean squared error of a vector."""
+        """The mean squared error over vectors."""
         return self.errors.sum() / self.counts[0].sum()
 
 
 class Quantized(NamedTuple):
-    """What codebooks make of vectors (N, n)."""
+    """Vectors (N, n), quantized."""
 
     codes: Tensor
     """(N, D)."""
     at: Tensor
-    """(N·D,), the codewords' rows in the table of all."""
+    """(N·D,), rows of the codewords in the codebooks as one table."""
     words: Tensor
     """The codewords, (N, n); NaN where a vector is not finite."""
     errors: Tensor
-    """The vectors without them."""
+    """The vectors minus their codewords."""
     distortion: Tensor
     """Their mean squared length, a scalar."""
 
@@ -58,12 +58,12 @@ class Quantized(NamedTuple):
 def nearest(
     Y: Float[Tensor, "N D w"] | Float[Tensor, "N n"], codebooks: Float[Tensor, "D K w"]
 ) -> Integer[Tensor, "N D"]:
-    """The nearest codeword of every sub-vector by squared L2, the lowest index where two are equal.
+    """The nearest codeword of every sub-vector by squared L2; ties go to the lowest index.
 
     uint8 up to 256 codewords, int64 beyond. Takes float32, and anything else as float32.
     """
     if torch.compiler.is_compiling():
-        # It cannot look into a kernel: one operation to it.
+        # torch.compile cannot trace a kernel: it sees one operation.
         found: Tensor = _nearest_operation(Y, codebooks)
         return found
     D, K, w = codebooks.shape
@@ -101,7 +101,7 @@ def quantize(
     usage: Float[Tensor, "D K"] | None = None,
     share: float = 0.0,
 ) -> Quantized:
-    """The nearest codewords and what follows from them; each adds its share to the usage, in place.
+    """Quantize vectors; each chosen codeword's usage grows by `share`, in place.
 
     Takes float32.
     """
@@ -109,7 +109,7 @@ def quantize(
     codes = nearest(Y, codebooks)
     at = (codes + K * torch.arange(D, device=Y.device)).view(-1)
     words = codebooks.flatten(0, 1).index_select(0, at).view_as(Y)
-    # It is words to the last bit, and NaN where a vector is not finite.
+    # Equal to `words` bit for bit, but NaN where a vector is not finite.
     words = torch.add(words, Y, alpha=0)
     if usage is not None:
         one = Y.new_ones(()).expand(len(at))
@@ -121,7 +121,7 @@ def quantize(
 def assign_lists(
     Y: Float[Tensor, "N n"], centroids: Float[Tensor, "L n"], metric: str = "l2"
 ) -> Int64[Tensor, " N"]:
-    """The list of each vector: the nearest centroid, or that of the largest product."""
+    """The list of each vector: that of the nearest centroid, or of the largest product."""
     if metric == "l2":
         return nearest(Y, centroids[None])[:, 0].long()
     with full_precision(Y.device):
@@ -130,7 +130,7 @@ def assign_lists(
 
 def mean_square(errors: Float[Tensor, "N n"]) -> Tensor:
     """The mean squared length of vectors, a scalar."""
-    # By column first: a whole sum is cut up among as many threads as there are.
+    # By column first: the order of a plain sum depends on the number of threads.
     return errors.square().sum(0).sum() / max(len(errors), 1)
 
 
@@ -143,7 +143,7 @@ def kmeans(
     start: Start | Float[Tensor, "D K w"] = "sampled",
     device: torch.device | str | None = None,
 ) -> Float[Tensor, "D K w"]:
-    """The codebooks of K codewords that Lloyd's algorithm finds, one for each subspace.
+    """Learn codebooks of K codewords by Lloyd's algorithm, one for each subspace.
 
     X is read a slice at a time, so a memory-mapped array may be larger than memory.
 
@@ -151,9 +151,9 @@ def kmeans(
         X: a tensor or an array, of any number type.
         codewords: K, at most the number of vectors.
         iterations: passes over the data.
-        seed: of the start and of where empty codewords go.
-        start: "sampled" begins at K vectors, "plus-plus" at vectors far from each other, or the
-            codebooks to begin with.
+        seed: for the start and for moving empty codewords.
+        start: "sampled" starts at K random vectors, "plus-plus" at vectors far apart (k-means++);
+            or the codebooks to start from.
         device: where to compute, if X is not a tensor.
     """
     N, D, w = X.shape
@@ -174,10 +174,10 @@ def kmeans(
 
 
 def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clusters:
-    """Assign all vectors, slices (N, n) of them, and add up the clusters.
+    """Assign all vectors, given as slices (N, n), and add up the clusters.
 
-    The sums are of sub-vectors, (D, K, w), or with `whole` of the vectors they are part of,
-    (D, K, n). Within a slice they are in float32, over all slices in float64.
+    The sums are of sub-vectors, (D, K, w), or with `whole` of whole vectors, (D, K, n); in float32
+    within a slice and in float64 over slices.
     """
     D, K, w = C.shape
     sums = torch.zeros(D, K, D * w if whole else w, dtype=torch.float64, device=C.device)
@@ -191,9 +191,9 @@ def pass_over(parts: Iterable[Tensor], C: Tensor, *, whole: bool = False) -> Clu
 
 @kernels.operation
 def add_up_(Y: Tensor, codes: Tensor, distances: Tensor, to: Clusters, *, whole: bool) -> None:
-    """Add vectors, ones and squared distances to the clusters that the codes name, in place."""
+    """Add vectors, counts and squared distances to the clusters of their codes, in place."""
     D, K = to.counts.shape
-    # A product with ones and zeros adds in a fixed order on a GPU, which scattering does not.
+    # On a GPU a product with a 0/1 matrix adds in a fixed order; scatter-add does not.
     for rows in slices(len(Y), _buffer(Y) // (D * K)):
         member = (codes[rows].T[..., None] == torch.arange(K, device=Y.device)).to(Y.dtype)
         y = Y[rows].expand(D, -1, -1) if whole else cut(Y[rows], D)
@@ -206,7 +206,7 @@ def add_up_(Y: Tensor, codes: Tensor, distances: Tensor, to: Clusters, *, whole:
 def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (N, D) and squared distances (N, D) of Y (N, n), float32: the one hot loop."""
     D, K, _ = C.shape
-    # From the codewords' mean both are small, and so is what rounding does to |x|² − 2x·c + |c|².
+    # Relative to the codewords' mean both are small, and so is the rounding of |x|² − 2x·c + |c|².
     mean = C.mean(1, keepdim=True)
     C = C - mean
     squares = C.square().sum(-1)[:, None]
@@ -220,10 +220,10 @@ def assign(Y: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def update_centroids(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
-    """Every codeword at the mean of its cluster, and the empty ones in the clusters that err most.
+    """Move codewords to their clusters' means, and empty ones into the clusters of largest error.
 
-    The r-th empty codeword goes beside the r-th worst, a typical error apart from it; the next pass
-    pulls both to where they belong. Nothing waits for a device.
+    The r-th empty codeword is put beside the r-th worst one, a typical error away; the next pass
+    separates them. Does not synchronise with the device.
     """
     sums, counts, errors = clusters.sums, clusters.counts, clusters.errors
     C = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], C).to(C.dtype)
@@ -244,7 +244,7 @@ def update_centroids(C: Tensor, clusters: Clusters, seed: int) -> Tensor:
 def start_centroids(
     X: Any, K: int, start: Start | Tensor, seed: int, device: torch.device | str
 ) -> Tensor:
-    """The codebooks to begin with."""
+    """The initial codebooks."""
     N, D, w = X.shape
     if isinstance(start, Tensor):
         if start.shape != (D, K, w):
@@ -261,7 +261,7 @@ def start_centroids(
 
 
 def _far_apart(X: Tensor, K: int, generator: torch.Generator) -> Tensor:
-    """k-means++: each codeword a vector drawn with odds of its squared distance from the others."""
+    """k-means++: draw each codeword with probability proportional to its squared distance."""
     D, N, w = X.shape
     C = X.new_empty(D, K, w)
     distance = X.new_full((D, N), torch.inf)
@@ -277,12 +277,12 @@ def _far_apart(X: Tensor, K: int, generator: torch.Generator) -> Tensor:
 
 
 def cut(Y: Tensor, D: int) -> Tensor:
-    """(N, n) as (D, N, w)."""
+    """Reshape (N, n) to (D, N, w)."""
     return Y.view(len(Y), D, -1).transpose(0, 1)
 
 
 def slices(length: int, rows: int) -> Iterator[slice]:
-    """Cut 0..length into runs of at least one row."""
+    """Cut 0..length into slices of at least one row."""
     rows = max(rows, 1)
     for first in range(0, length, rows):
         yield slice(first, min(first + rows, length))

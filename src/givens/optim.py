@@ -8,8 +8,8 @@ A step turns planes (i, j), each by an angle against its own derivative:
     R ← R ∏ R_ij(−lr·D_ij/√K)
 
 so R stays a rotation without inverse, exponential or SVD. The paper's own step is one pairing,
-K = 1, by θ = −λA_ij/√2. R is stored as W = Rᵀ: with ∂L/∂W = G from here on, A = G Wᵀ − W Gᵀ, and a
-turn mixes two contiguous rows of W.
+K = 1, with θ = −λA_ij/√2. R is stored as W = Rᵀ. With G = ∂L/∂W from here on, A = G Wᵀ − W Gᵀ, and
+a turn mixes two contiguous rows of W.
 """
 
 import functools
@@ -46,7 +46,7 @@ from givens.rotation import (
     turn_rows_,
 )
 
-# Checked again when one of them changes.
+# Options that are checked again when one of them has changed.
 OPTIONS = ("pairing", "turns", "adapt", "betas", "exact", "seed", "maximize")
 
 
@@ -57,7 +57,7 @@ class GCD(Optimizer):
     determinant. The whole algorithm is `turn_planes_` below.
     """
 
-    # Asks a GradScaler for `grad_scale` and `found_inf` as tensors, without a synchronisation.
+    # Makes a GradScaler pass `grad_scale` and `found_inf` as tensors, without synchronisation.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -76,23 +76,26 @@ class GCD(Optimizer):
         """Choose the planes by `pairing` and `turns`, the angles by `adapt`.
 
         Args:
-            params: the matrices, or groups of them.
-            lr: how far an axis turns in a step, about, in radians; the paper's λ where `adapt` is
-                None.
+            params: matrices, or parameter groups of them.
+            lr: the typical angle by which a step turns an axis, in radians; the paper's λ if
+                `adapt` is None.
             pairing: "random" GCD-R, "greedy" GCD-G, "steepest" GCD-S, or the ablations
                 "overlapping-random" and "overlapping-greedy", whose planes may share axes.
-            turns: K, pairings for a gradient, no plane twice: 1 is the paper's algorithm, "all"
-                turns every plane. By default 16 of "greedy" with "adam", and 1 otherwise; n − 1
-                pairings are all there are. "steepest" and the overlapping ones take 1 alone.
-            adapt: "adam" divides the derivative of each plane by its own running root mean square;
-                "matrix" has one such number for the matrix, and "adagrad" the root of their sum;
-                None is the paper's raw step θ = −λA_ij/√(2K), which has the loss's scale in it.
-                Random and overlapping planes are not all looked at: for them "adam" is "matrix".
-            betas: decay of the momentum and of the sizes, (0.9, 0.99) by default; (0, 0.99) for
-                random planes, where a step then reads W and G only once.
-            exact: whether "steepest" finds the exact maximum, O(n³) on one core, or nearly that.
-            seed: of the random planes, which depend on it and the step alone.
-            maximize: ascend instead.
+            turns: K, the number of pairings per gradient; no plane is turned twice. 1 is the
+                paper's algorithm, "all" turns every plane (n − 1 pairings). Default: 16 for
+                "greedy" with "adam", otherwise 1. "steepest" and the overlapping variants support
+                only 1.
+            adapt: "adam" divides the derivative of each plane by its own running root mean square,
+                "matrix" by one running root mean square for the whole matrix, "adagrad" by the
+                root of the accumulated squares. None is the paper's raw step θ = −λA_ij/√(2K),
+                which depends on the scale of the loss. Random and overlapping planes have no
+                statistics of their own; for them "adam" is the same as "matrix".
+            betas: decay rates of the running mean and of the running mean square. Default:
+                (0.9, 0.99), and (0, 0.99) for random planes, so that a step reads W and G once.
+            exact: whether "steepest" finds the exact maximum, in O(n³) on one core, or a close
+                approximation.
+            seed: seed of the random planes, which depend only on the seed and the step.
+            maximize: ascend instead of descend.
         """
         defaults = {
             "lr": lr,
@@ -106,12 +109,12 @@ class GCD(Optimizer):
         }
         _leave_untraced()
         super().__init__(params, defaults)
-        # Buffers for each matrix, and the options that were checked; not part of the state.
+        # Buffers of each matrix, and the options already checked; not part of the state.
         self._workspaces: dict[Any, Any] = {}
         self._checked: dict[int, list[Any]] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add orthogonal matrices with options of their own; nothing is added on an error."""
+        """Add orthogonal matrices with their own options; on an error nothing is added."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -126,7 +129,7 @@ class GCD(Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Continue from a state that may have been saved on another device."""
+        """Restore a state, which may have been saved on another device."""
         for W, saved in state["state"].items():
             if isinstance(W, Tensor):
                 check_state(saved, W)
@@ -138,8 +141,9 @@ class GCD(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Turn every matrix that has a gradient.
 
-        On a CPU a gradient that is not finite is an error, and no matrix is turned. On a GPU there
-        is no host synchronisation: the matrix stays as it is, and its state["skipped"] counts up.
+        On a CPU a gradient with NaN or infinite entries raises an error, and no matrix is turned.
+        On a GPU, without host synchronisation, such a matrix stays as it is, and its
+        state["skipped"] is incremented.
         """
         loss = None
         if closure is not None:
@@ -155,13 +159,13 @@ class GCD(Optimizer):
             self._check_again(number, group)
             for W in group["params"]:
                 if W.grad is not None:
-                    # After `backward(create_graph=True)` a gradient has a graph of its own.
+                    # After `backward(create_graph=True)` the gradient itself has a graph.
                     G = W.grad.detach() if W.grad.requires_grad else W.grad
                     check_layout(W, G, self.state[W])
                     options = options_for(group, W, stream)
                     work.append((W, G if loss_scale is None else G / loss_scale, options))
                 stream += 1 if W.ndim == 2 else len(W)
-        # All or none: every gradient is checked before the first matrix turns.
+        # All or nothing: every gradient is checked before the first matrix is turned.
         if len(work) > 1:
             for part in work:
                 check_gradient(*part)
@@ -172,7 +176,7 @@ class GCD(Optimizer):
         return loss
 
     def _check_again(self, number: int, group: dict[str, Any]) -> None:
-        """Check what the caller or a scheduler has changed since the last step."""
+        """Check the options if the caller or a scheduler has changed them since the last step."""
         check_rate(group["lr"], wait=False)
         now = [group[name] for name in OPTIONS]
         if self._checked.get(number) != now:
@@ -182,9 +186,9 @@ class GCD(Optimizer):
 
 @functools.cache
 def _leave_untraced() -> None:
-    """Have torch.compile leave a step as it is: it cannot look into a kernel.
+    """Exclude `step` from torch.compile, which cannot trace a kernel.
 
-    Done for the first optimizer, and not on import, since it imports the compiler.
+    Called by the first optimizer rather than on import, since it imports the compiler.
     """
     GCD.step = torch.compiler.disable(GCD.step)  # type: ignore[method-assign,no-untyped-call]
 
@@ -199,10 +203,10 @@ def step_(
     found_inf: Tensor | None = None,
     workspaces: dict[Any, Any] | None = None,
 ) -> None:
-    """One step on one matrix or stack: the reference of the compiled versions.
+    """One step on one matrix or stack: the reference for the compiled versions.
 
-    W and state change in place, or not at all where the gradient overflows; `workspaces` are
-    buffers of the compiled versions.
+    W and state are updated in place, or not at all if the gradient overflows. `workspaces` holds
+    the buffers of the compiled versions.
     """
     check_gradient(W, G, how)
     overflow = found_inf is not None and bool(found_inf)
@@ -217,7 +221,7 @@ def step_(
     else:
         for turn in range(how.turns):
             turn_pairing_(W, G, state, how, t, turn)
-    # Undo what rounding has done, on a random pairing.
+    # Correct rounding errors, on a random pairing.
     if t % how.tidy_every == 0:
         for b, w in enumerate(W):
             tidy = how.stream + b + kernels.TIDY_STREAM
@@ -226,7 +230,7 @@ def step_(
 
 
 def turn_planes_(W: Tensor, G: Tensor, state: dict[str, Any], how: Options, t: int) -> None:
-    """K pairings by one D: the algorithm at the top of this page."""
+    """Turn K pairings by one D: the algorithm at the top of this file."""
     P = G @ W.mT
     D = P - P.mT if how.adapt is None else unit_derivatives(P, state, how, t)
     ambient = as_stack(state["ambient"]) if how.adapt else None
@@ -235,7 +239,7 @@ def turn_planes_(W: Tensor, G: Tensor, state: dict[str, Any], how: Options, t: i
         return
     for partner in choose_partners(D, how).unbind(1):
         i = partner[..., None]
-        # D_ji = −D_ij turns the other axis of the plane the other way.
+        # D_ji = −D_ij turns the other axis of the plane in the opposite direction.
         cos, sin = cos_and_sin(how.rate(t) * D.gather(2, i).double())
         for M in (W, ambient):
             if M is not None:
@@ -245,10 +249,11 @@ def turn_planes_(W: Tensor, G: Tensor, state: dict[str, Any], how: Options, t: i
 def unit_derivatives(P: Tensor, state: dict[str, Any], how: Options, t: int) -> Tensor:
     """D = m/√v from P = G Wᵀ: running means of A = P − Pᵀ and of its squares, plane by plane.
 
-    There are two candidates for the mean. The plain one, m, suits a frame in which axis i keeps its
-    meaning while R turns, as its place in a subspace. The other is S − Sᵀ, S a running mean of P
-    whose columns turn with W: the mean of the ambient gradient, better while R has far to go.
-    Whichever has predicted A better so far is used; state["foresight"] holds their errors.
+    There are two candidates for the mean. One is m, the mean of A itself. It suits problems in
+    which axis i keeps its meaning while R turns, such as its place in a subspace. The other is
+    S − Sᵀ, where S is a running mean of P whose columns turn with W: the mean of the ambient
+    gradient, which is better while R has far to go. A step uses the one that has predicted A
+    better so far; state["foresight"] holds their root mean square errors.
     """
     beta1, beta2 = how.betas
     planes, ambient = as_stack(state["planes"]), as_stack(state["ambient"])
@@ -258,7 +263,7 @@ def unit_derivatives(P: Tensor, state: dict[str, Any], how: Options, t: int) -> 
     m, size = planes.triu(1), planes.tril(-1)
     m, size, S = m - m.mT, size + size.mT, ambient.mT
 
-    # How far each candidate is from the new A, and which was closer until now.
+    # The error of each candidate on the new A, and which has been better until now.
     known = 1 - beta1 ** (t - 1) if t > 1 else 1.0
     misses = [(A - mean / known).double().triu(1).square().sum((1, 2)) for mean in (m, S - S.mT)]
     follow = (foresight[:, 1] < foresight[:, 0])[:, None, None]
@@ -279,10 +284,10 @@ def unit_derivatives(P: Tensor, state: dict[str, Any], how: Options, t: int) -> 
 def turn_pairing_(
     W: Tensor, G: Tensor, state: dict[str, Any], how: Options, t: int, turn: int
 ) -> None:
-    """The paper's step along one pairing; with `adapt`, one size for the whole matrix.
+    """The paper's step along one pairing; with `adapt`, one scale for the whole matrix.
 
     The momentum H is a running mean of G whose rows turn with those of W. So H Wᵀ − W Hᵀ is the
-    running mean of all A so far, each carried along with the frame as QᵀAQ, at no extra product.
+    running mean of all past A, each carried along with the frame as QᵀAQ, without another product.
     """
     H = G
     if how.momentum:
@@ -299,7 +304,7 @@ def turn_pairing_(
             mean = squares / max(W.shape[-1] // 2, 1)
             scale.copy_((decay * scale.double() ** 2 + gain * mean).sqrt())
         rate = torch.where(scale > 0, rate / scale.double(), 0)[:, None]
-    # In double no angle overflows.
+    # In double precision no angle overflows.
     theta = rate * plane_derivatives(W, H, pairs).double()
     disjoint = not how.pairing.startswith("overlapping")
     turn_rows_(W, pairs, theta, disjoint=disjoint)
@@ -308,7 +313,7 @@ def turn_pairing_(
 
 
 def choose_partners(D: Tensor, how: Options) -> Tensor:
-    """The planes to turn, from D (b, n, n): each axis's partner in each pairing, (b, K, n)."""
+    """The planes to turn by D (b, n, n): the partner of each axis in each pairing, (b, K, n)."""
     if how.all_planes:
         return pairing.every_pairing(D.shape[-1]).to(D.device).expand(len(D), -1, -1)
     # D is skew to the last bit, so this is symmetric.
@@ -325,7 +330,7 @@ def choose_partners(D: Tensor, how: Options) -> Tensor:
 def choose_pairs(
     W: Tensor, H: Tensor, how: Options, t: int, turn: int = 0, product: Tensor | None = None
 ) -> Tensor:
-    """The planes to turn, (b, k, 2), from the skew derivatives H Wᵀ − W Hᵀ or from the seed."""
+    """The planes to turn, (b, k, 2), chosen by the derivatives H Wᵀ − W Hᵀ or by the seed."""
     n, name = W.shape[-1], how.pairing
     if name.endswith("random"):
         streams = range(how.stream, how.stream + len(W))
@@ -345,7 +350,7 @@ def choose_pairs(
 
 
 def plane_derivatives(W: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
-    """A_ij = g_i·w_j − w_i·g_j of the given planes alone: O(n²) for n/2 of them, never A itself."""
+    """A_ij = g_i·w_j − w_i·g_j of the given planes only: O(n²) for n/2 planes."""
     i, j = (index[..., None] for index in pairs.unbind(-1))
     Wi, Wj = W.take_along_dim(i, -2), W.take_along_dim(j, -2)
     Gi, Gj = G.take_along_dim(i, -2), G.take_along_dim(j, -2)
@@ -353,12 +358,12 @@ def plane_derivatives(W: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
 
 
 def as_stack(M: Tensor) -> Tensor:
-    """One matrix as a stack of one."""
+    """M as a stack; a single matrix becomes a stack of one."""
     return M if M.ndim == 3 else M[None]
 
 
 def _start(state: dict[str, Any], W: Tensor, how: Options) -> None:
-    """Make what is missing of the state, at the first step or after an option has changed."""
+    """Create the missing parts of the state, at the first step or after an option has changed."""
     if "step" not in state:
         _place_counts(state, W)
     count = 1 if W.ndim == 2 else len(W)
@@ -375,7 +380,7 @@ def _start(state: dict[str, Any], W: Tensor, how: Options) -> None:
 
 
 def _place_counts(state: dict[str, Any], W: Tensor) -> None:
-    """Keep counts on W's device: a replayed CUDA graph counts on, and nothing synchronises."""
+    """Move the counters to W's device, so that a replayed CUDA graph increments them."""
     for name, kind in (("step", torch.int64), ("skipped", torch.int32)):
         count = int(state.get(name, 0))
         on_cpu = W.device.type == "cpu"

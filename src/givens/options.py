@@ -1,6 +1,6 @@
-"""What GCD takes: its options, as plain numbers for a step; matrices, gradients and saved states.
+"""The options of GCD, and the checks of what it is given: matrices, gradients and saved states.
 
-All of it is checked here, so that what `optim` does with it keeps a rotation a rotation.
+Whatever passes these checks keeps a rotation a rotation.
 """
 
 import math
@@ -15,21 +15,21 @@ from givens.pairing import Pairing
 from givens.rotation import check_dtype, check_orthogonal, largest
 
 Adapt = Literal["adam", "matrix", "adagrad"]
-# Pairings for a gradient, unless told otherwise; and the most, but for "all".
+# The default number of pairings per gradient, and the largest besides "all".
 TURNS, MOST_TURNS = 16, 64
-# Steps between two repairs of what rounding does, where a step turns many pairings; a step of more
-# than so many repairs each time.
+# With many pairings per step, rounding errors are corrected at every second step; with more than
+# TIDY_ALWAYS pairings, at every step.
 TIDY_OFTEN, TIDY_ALWAYS = 2, 32
-# So few axes turn in all their planes one after another, and more of them by products.
+# Up to this many axes "all" turns plane after plane, beyond it by matrix products.
 FEW_AXES = 64
 
 
 class Options(NamedTuple):
-    """What a step does to one matrix."""
+    """The options of a step on one matrix, as plain numbers."""
 
     lr: float | Tensor
     sign: int
-    """−1 where it descends."""
+    """−1 to descend, 1 to ascend."""
     pairing: Pairing
     turns: int
     all_planes: bool
@@ -41,52 +41,52 @@ class Options(NamedTuple):
 
     @property
     def by_plane(self) -> bool:
-        """Whether D is known for all planes, and the angles are D's own."""
-        # The others' planes share axes, or are chosen without looking at their derivatives.
+        """Whether D is known for every plane, and the angles are proportional to it."""
+        # Other pairings share axes, or are chosen without looking at the derivatives.
         if self.pairing not in ("greedy", "steepest"):
             return False
         return self.adapt == "adam" or (self.adapt is None and (self.turns > 1 or self.all_planes))
 
     def by_products(self, n: int) -> bool:
-        """Whether all planes turn at once, by an exponential."""
+        """Whether all planes turn at once, by a matrix exponential."""
         return self.all_planes and n > FEW_AXES
 
     @property
     def momentum(self) -> bool:
-        """Whether a momentum turns with the frame."""
+        """Whether there is a momentum that turns with the frame."""
         return self.adapt in ("adam", "matrix") and self.betas[0] > 0 and not self.by_plane
 
     @property
     def memory(self) -> tuple[float, float]:
-        """(decay, gain) of scale² ← decay·scale² + gain·mean(A_ij²)."""
+        """(decay, gain) in scale² ← decay·scale² + gain·mean(A_ij²)."""
         return (1.0, 1.0) if self.adapt == "adagrad" else (self.betas[1], 1 - self.betas[1])
 
     @property
     def tidy_every(self) -> int:
-        """Steps between two repairs of what rounding does to W."""
+        """Steps between two corrections of rounding errors in W."""
         if not self.by_plane or self.turns == 1:
             return kernels.TIDY_EVERY
         return 1 if self.turns > TIDY_ALWAYS else TIDY_OFTEN
 
     @property
     def share(self) -> float:
-        """∓1/√K, so that K pairings turn an axis as far as one does, and the paper's 1/√2."""
+        """∓1/√K, so that K pairings turn an axis as far as one does; the raw step adds 1/√2."""
         return self.sign / math.sqrt(self.turns * (2 if self.adapt is None else 1))
 
     def unbiased(self, t: int) -> float:
-        """What undoes the start of both running means at zero."""
+        """The bias correction of D = m/√v, since both running means start at zero."""
         if self.adapt not in ("adam", "matrix"):
             return 1.0
         beta1, beta2 = self.betas
         return math.sqrt(1 - beta2**t) / (1 - beta1**t)
 
     def rate(self, t: int) -> float | Tensor:
-        """θ over the derivative, or over what it is after its division by a size."""
+        """θ divided by D (or by the raw derivative if there is no D)."""
         return self.lr * (self.share * self.unbiased(t))
 
 
 def options_for(group: dict[str, Any], W: Tensor, stream: int) -> Options:
-    """What a step does to one matrix of a group."""
+    """The options of a step on one matrix of a parameter group."""
     every, turns = max(W.shape[-1] - 1, 1), group["turns"]
     all_planes = turns == "all" or 1 < every <= turns
     return Options(
@@ -104,7 +104,7 @@ def options_for(group: dict[str, Any], W: Tensor, stream: int) -> Options:
 
 
 def fill_in(group: dict[str, Any]) -> None:
-    """The defaults that depend on other options, set where schedulers look for them."""
+    """Set the defaults that depend on other options, in the group, where schedulers find them."""
     name, adapt = group["pairing"], group["adapt"]
     if group["turns"] is None:
         group["turns"] = TURNS if name == "greedy" and adapt == "adam" else 1
@@ -131,7 +131,7 @@ def check_options(group: dict[str, Any]) -> None:
 
 
 def check_rate(lr: float | Tensor, *, wait: bool) -> None:
-    """Refuse a rate that would make R no rotation; a device is asked for it only on `wait`."""
+    """Refuse a rate that would damage R; a rate on a GPU is only read with `wait`."""
     if isinstance(lr, bool) or not isinstance(lr, (int, float, Tensor)):
         raise ValueError(f"lr must be a number or a tensor of one, but got lr={lr!r}")
     if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -144,7 +144,7 @@ def check_rate(lr: float | Tensor, *, wait: bool) -> None:
 
 
 def is_rate(lr: float | Tensor) -> bool:
-    """Whether a step can descend by this rate; waits for its device."""
+    """Whether a step can use this rate; synchronises with its device."""
     return 0 <= float(lr) <= MOST_RATE
 
 
@@ -166,7 +166,7 @@ def check_matrix(name: str, W: Tensor) -> None:
 
 
 def check_layout(W: Tensor, G: Tensor, state: dict[str, Any]) -> None:
-    """Refuse what the loops cannot read."""
+    """Refuse a gradient, or a state, that the loops cannot read."""
     check_dtype("the matrix", W)
     check_shapes(state, W)
     if G.dtype != W.dtype or G.layout != torch.strided:
@@ -174,7 +174,7 @@ def check_layout(W: Tensor, G: Tensor, state: dict[str, Any]) -> None:
 
 
 def check_state(state: dict[str, Any], W: Tensor) -> None:
-    """Refuse a state that would make W no rotation."""
+    """Refuse a state that would damage W."""
     check_shapes(state, W)
     for name, value in state.items():
         if isinstance(value, Tensor) and not value.isfinite().all():
@@ -184,7 +184,7 @@ def check_state(state: dict[str, Any], W: Tensor) -> None:
 
 
 def check_shapes(state: dict[str, Any], W: Tensor) -> None:
-    """Refuse a state that is of another matrix."""
+    """Refuse the state of another matrix."""
     for name in ("planes", "ambient", "momentum"):
         if name in state and state[name].shape != W.shape:
             raise ValueError(
@@ -194,7 +194,7 @@ def check_shapes(state: dict[str, Any], W: Tensor) -> None:
 
 
 def check_gradient(W: Tensor, G: Tensor, how: Options) -> None:
-    """Refuse, on a CPU, a gradient that would damage W; a device is not waited for."""
+    """On a CPU, refuse a gradient that would damage W; a GPU is not synchronised with."""
     if W.device.type != "cpu":
         return
     most = largest(G)
@@ -211,11 +211,11 @@ def check_gradient(W: Tensor, G: Tensor, how: Options) -> None:
 
 
 def gradient_limit(W: Tensor, how: Options) -> float:
-    """The largest entry of a gradient with which no derivative, nor angle, overflows."""
+    """The largest entry of a gradient for which neither derivatives nor angles overflow."""
     limit = torch.finfo(W.dtype).max / (8 * math.sqrt(W.shape[-1]))
     if how.adapt or (isinstance(how.lr, Tensor) and how.lr.device.type != "cpu"):
         return limit
-    # The raw step has the gradient's size in its angles.
+    # The angles of the raw step are proportional to the gradient.
     return limit / max(1.0, float(how.lr))
 
 
@@ -233,7 +233,7 @@ def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
 
 
 def _check_turns(group: dict[str, Any]) -> None:
-    """Refuse pairings for a gradient that the other options do not have."""
+    """Refuse a number of pairings that the other options do not support."""
     turns, name, adapt = group["turns"], group["pairing"], group["adapt"]
     if turns != "all" and (
         isinstance(turns, bool) or not isinstance(turns, int) or not 1 <= turns <= MOST_TURNS

@@ -1,7 +1,7 @@
 """Which planes to turn: the pairings of GCD-R, GCD-G and GCD-S (paper, section 2.3).
 
 A (n, n) skew, A_ij the derivative along the plane (i, j). A pairing is ⌊n/2⌋ pairs i < j that share
-no axis; when n is odd one axis rests. Only the entries above A's diagonal are read.
+no axis; if n is odd, one axis rests. Only the entries above A's diagonal are read.
 """
 
 from typing import Literal
@@ -15,13 +15,14 @@ from givens.kernels import GOLDEN, SHUFFLE_BITS, SHUFFLE_ROUNDS, WORD
 from givens.rotation import check_square
 
 Pairing = Literal["random", "greedy", "steepest", "overlapping-random", "overlapping-greedy"]
-# What the rest of the library calls GCD by each of them.
+# The names of the corresponding variants of GCD in the rest of the library.
 Variant = Literal[
     "gcd-random", "gcd-greedy", "gcd-steepest", "overlapping-random", "overlapping-greedy"
 ]
 Pairs = Int[Tensor, "*batch k 2"]
 
-# Belief propagation is stopped here and there to round its prices to a matching; the best is kept.
+# After each of these iterations of belief propagation the prices are rounded to a matching; the
+# best matching is kept.
 ROUND_AFTER = (8, 16, 24)
 EXCHANGES = 8
 
@@ -29,10 +30,10 @@ EXCHANGES = 8
 def random_pairs(
     n: int, seed: int = 0, *, step: int = 0, stream: int = 0, turn: int = 0
 ) -> Int[Tensor, "k 2"]:
-    """A uniformly random pairing (GCD-R), drawn for (seed, step, stream) without any other state.
+    """A uniformly random pairing (GCD-R), a function of (seed, step, stream) alone.
 
-    GCD-R draws this at its given step, so that ranks agree and a resumed run goes on unchanged.
-    Pairings of one draw with different turns, up to n − 1 of them, have no plane in common.
+    So all ranks draw the same pairing, and a resumed run continues unchanged. Up to n − 1 pairings
+    that differ only in `turn` have no plane in common.
     """
     _check_draw(n, seed)
     return draw_pairs(n, seed, step, stream, turn)
@@ -46,9 +47,9 @@ def draw_pairs(n: int, seed: int, step: int, stream: int, turn: int) -> Int[Tens
 
 
 def every_pairing(n: int) -> Int[Tensor, "rounds n"]:
-    """All planes, each in one pairing: everybody's partner, itself where it rests.
+    """All planes, each in one pairing: the partner of each axis, itself if it rests.
 
-    n − 1 pairings where n is even, n where it is odd.
+    n − 1 pairings if n is even, n if it is odd.
     """
     rounds = (n + 1) // 2 * 2 - 1
     partners = torch.arange(n, device="cpu").repeat(rounds, 1)
@@ -64,9 +65,9 @@ def every_pairing_for(W: Tensor) -> Tensor:
 
 
 def _round_robin(n: int, turn: int) -> Int[Tensor, "k 2"]:
-    """A round by the circle method: the places turn ± a meet, and turn the last one.
+    """One round of a round robin (circle method): places turn ± a meet, and `turn` meets the last.
 
-    Where n is odd there is no last one, and the place `turn` rests.
+    If n is odd there is no last place, and `turn` rests.
     """
     half = (n + 1) // 2
     a = (torch.arange(n // 2, device="cpu") + 1) % half
@@ -87,9 +88,9 @@ def overlapping_random_pairs(
 def greedy_pairs(A: Float[Tensor, "*batch n n"]) -> Pairs:
     """The pairing that takes the largest |A_ij| first, then the largest that is left (GCD-G).
 
-    At least half of the steepest weight. Found by locally dominant rounds: every free axis points
-    at its largest free entry, and axes that point at each other are paired. Equal entries are told
-    apart by a fixed hash of (i, j), or an all-zero A would take n/2 rounds.
+    It has at least half of the steepest weight. Found by locally dominant rounds: every free axis
+    points at its largest free entry, and axes that point at each other are paired. Ties are broken
+    by a fixed hash of (i, j); otherwise an all-zero A would take n/2 rounds.
     """
     return matched_pairs(_magnitudes(A))
 
@@ -98,12 +99,12 @@ def greedy_pairs(A: Float[Tensor, "*batch n n"]) -> Pairs:
 def greedy_partners(
     magnitudes: Float[Tensor, "*batch n n"], turns: int
 ) -> Int[Tensor, "*batch turns n"]:
-    """Greedy pairings one after another, no plane twice: axes' partners, themselves at rest.
+    """Greedy pairings one after another, no plane twice: the partner of each axis, itself at rest.
 
-    A plane without weight is not turned. The compiled version goes through the planes once, the
-    heaviest first, and gives each the first pairing in which both of its axes are free, which is
-    the same; it sorts them to within 0.8 %. A GPU takes at least 90 % of the
-    weight, and 80 % where turns > n/8.
+    Planes of weight zero are left out. The compiled version visits the planes once, the heaviest
+    first, and adds each to the first pairing in which both of its axes are free, which gives the
+    same pairings; it sorts planes to within 0.8 %. The GPU version takes at least 90 % of the
+    weight, and 80 % if turns > n/8.
     """
     if magnitudes.ndim > 2:
         return torch.stack([greedy_partners(m, turns) for m in magnitudes])
@@ -121,8 +122,8 @@ def greedy_partners(
 def steepest_pairs(A: Float[Tensor, "*batch n n"], *, exact: bool = True) -> Pairs:
     """The pairing that maximises Σ A_ij², the steepest first-order descent (GCD-S).
 
-    Exact, by the blossom algorithm: O(n³) on one core, near a second at n = 512. With exact=False
-    by belief propagation, which closes most of the gap between greedy and exact in O(n²).
+    Exact by the blossom algorithm, O(n³) on one core: nearly a second at n = 512. exact=False uses
+    belief propagation, which closes most of the gap between greedy and exact in O(n²).
     """
     return matched_pairs(_magnitudes(A), steepest=True, exact=exact)
 
@@ -148,7 +149,7 @@ def matched_pairs(
 
 
 def match_exactly(magnitudes: Float[Tensor, "*batch n n"]) -> Pairs:
-    """The maximum of Σ A_ij² over pairings, on one core."""
+    """The pairing of maximal Σ A_ij², on one core."""
     if magnitudes.ndim > 2:
         return torch.stack([match_exactly(m) for m in magnitudes])
     return _list_pairs(_blossom(_scale(magnitudes)))
@@ -156,7 +157,7 @@ def match_exactly(magnitudes: Float[Tensor, "*batch n n"]) -> Pairs:
 
 @kernels.operation
 def match_nearly(magnitudes: Float[Tensor, "*batch n n"], steepest: bool) -> Pairs:
-    """The greedy pairing, or nearly the steepest one."""
+    """The greedy pairing, or an approximation of the steepest one."""
     if magnitudes.ndim > 2:
         return torch.stack([match_nearly(m, steepest) for m in magnitudes])
     partner = match_greedily(magnitudes)
@@ -164,7 +165,7 @@ def match_nearly(magnitudes: Float[Tensor, "*batch n n"], steepest: bool) -> Pai
 
 
 def _scale(magnitudes: Tensor) -> Tensor:
-    """Of 1 at most, so that squares neither vanish nor overflow."""
+    """Magnitudes divided by the largest, so that squares neither vanish nor overflow."""
     return magnitudes / magnitudes.amax().clamp_min(torch.finfo(magnitudes.dtype).tiny)
 
 
@@ -177,7 +178,7 @@ def _list_pairs(partner: Int[Tensor, " n"]) -> Int[Tensor, "k 2"]:
 def match_greedily(weights: Float[Tensor, "n n"], *, signed: bool = False) -> Int[Tensor, " n"]:
     """The greedy matching of a complete graph with symmetric weights; −1 marks a free axis.
 
-    No weight is negative unless `signed`.
+    Weights are not negative unless `signed`.
     """
     return _dominant_rounds(weights.clone())
 
@@ -202,10 +203,10 @@ def _dominant_rounds(free: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
 
 
 def _blossom(magnitudes: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
-    """The exact maximum of Σ A_ij² over matchings, the magnitudes being at most 1.
+    """The matching of maximal Σ A_ij², for magnitudes of at most 1.
 
-    Integer weights keep the duals of the blossom algorithm exact; 2⁵⁰ steps leave an error of
-    n·2⁻⁵¹ of the largest weight.
+    Integer weights keep the duals of the blossom algorithm exact. Rounding to multiples of 2⁻⁵⁰
+    leaves an error of at most n·2⁻⁵¹ of the largest weight.
     """
     try:
         import rustworkx
@@ -225,15 +226,15 @@ def _blossom(magnitudes: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
 
 
 def _believe(magnitudes: Float[Tensor, "n n"], greedy: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """A near-maximal matching of Σ A_ij², never below greedy: prices, rounding, exchanges.
+    """A matching of nearly maximal Σ A_ij², never below greedy: prices, rounding, exchanges.
 
-    Max-product belief propagation on the complete graph needs O(n) state: each axis asks for the
-    best offer it has from anybody else, so it asks one price of all but its best bidder, and its
-    second best of him. Greedy on what the prices leave rounds to a matching; exchanging two pairs
-    for two repairs the rest.
+    Max-product belief propagation on the complete graph needs only O(n) state: the price an axis
+    asks of a neighbour is its best offer from any other axis: its best offer, or the second best if
+    that neighbour made the best. A greedy matching of what the prices leave rounds them; exchanging
+    two pairs for two improves the result.
     """
     n = len(magnitudes)
-    # With n odd, an extra axis of weight 0 takes the one that rests.
+    # If n is odd, an extra axis of weight 0 is paired with the one that rests.
     weights = torch.nn.functional.pad(magnitudes.square(), (0, n % 2, 0, n % 2))
     axes = torch.arange(len(weights), device=weights.device)
     best = greedy
@@ -260,7 +261,7 @@ def _believe(magnitudes: Float[Tensor, "n n"], greedy: Int[Tensor, " n"]) -> Int
 def bid(
     weights: Tensor, first: Tensor, second: Tensor, bidder: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each axis's best and second best offer at the prices asked now, and who makes the best."""
+    """Each axis's best and second best offer at the current prices, and the best bidder."""
     offers = (weights - _prices(first, second, bidder)).fill_diagonal_(-torch.inf)
     first, bidder = offers.max(dim=1)
     second = offers.scatter(1, bidder[:, None], -torch.inf).amax(dim=1)
@@ -268,14 +269,14 @@ def bid(
 
 
 def _prices(first: Tensor, second: Tensor, bidder: Tensor) -> Tensor:
-    """What k asks of i, at [i, k]: its best offer, but of its best bidder the second best."""
+    """At [i, k] the price that k asks of i: its best offer, or the second best if i made that."""
     axes = torch.arange(len(first), device=first.device)
     return torch.where(bidder == axes[:, None], second, first)
 
 
 @kernels.operation
 def exchange(weights: Tensor, partner: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Exchange pairs (a, b), (c, d) for (a, c), (b, d) or (a, d), (b, c) while that gains."""
+    """Exchange pairs (a, b), (c, d) for (a, c), (b, d) or (a, d), (b, c) while the weight grows."""
     axes = torch.arange(len(partner), device=partner.device)
     for _ in range(EXCHANGES):
         a = torch.nonzero(axes < partner).squeeze(1)
@@ -348,21 +349,26 @@ def _key(seed: int, step: int, stream: int) -> Tensor:
 
 
 def _permute(x: Tensor, size: int, key: Tensor) -> Tensor:
-    """A random permutation of 0..size−1 applied to x; every element costs O(1) and needs no other.
+    """A random permutation of 0..size−1 applied to x, in O(1) for each element by itself.
 
-    Rounds of x ↦ ax + c and x ↦ x ⊕ (x >> h) permute the words of the next power of two; a word
-    that falls outside is sent on until it is inside.
+    Rounds of x ↦ ax + c and x ↦ x ⊕ (x >> h) permute the numbers below the next power of two; they
+    are repeated for a number that falls outside until it is inside.
     """
     bits = max(SHUFFLE_BITS, (size - 1).bit_length())
     mask, half = (1 << bits) - 1, (bits + 1) // 2
     numbers = torch.arange(1, 2 * SHUFFLE_ROUNDS + 1, device=key.device)
     keys = _hash(key + numbers * GOLDEN).tolist()
+
+    def shuffle(words: Tensor) -> Tensor:
+        for factor, shift in zip(keys[::2], keys[1::2], strict=True):
+            words = (words * (factor | 1) + shift) & mask
+            words = words ^ (words >> half)
+        return words
+
+    # Of the fewest words most fall outside, again and again: they are looked up.
+    table = shuffle(torch.arange(1 << bits, device=x.device)) if bits == SHUFFLE_BITS else None
     outside = torch.ones_like(x, dtype=torch.bool)
     while outside.any():
-        y = x
-        for factor, shift in zip(keys[::2], keys[1::2], strict=True):
-            y = (y * (factor | 1) + shift) & mask
-            y = y ^ (y >> half)
-        x = torch.where(outside, y, x)
+        x = torch.where(outside, shuffle(x) if table is None else table[x], x)
         outside = x >= size
     return x

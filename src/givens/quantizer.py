@@ -28,13 +28,13 @@ from givens.storage.vectors import chunks
 Metric = Literal["l2", "ip", "cosine"]
 KIND = "quantizer"
 
-# Numbers held at once while vectors stream through: rows times the widest thing made of them.
+# Numbers held at once while vectors are streamed: rows times the widest intermediate result.
 BUFFER = 1 << 23
 
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """What is left of N vectors: one codeword for each subspace, and the coarse centroid."""
+    """The codes of N vectors: a codeword for each subspace, and the coarse centroid if any."""
 
     fine: UInt8[Tensor, "N D"]
     coarse: Int64[Tensor, " N"] | None = None
@@ -46,10 +46,10 @@ class Codes:
 class Quantizer:
     """A rotation, codebooks and optional coarse centroids, in float32.
 
-    Vectors may be a tensor, an array or a memory-mapped file of any size and type of real numbers,
-    which are read a slice at a time; or lists, an Arrow column, a column or frame of pandas or
-    polars, or the path of a file. None may be longer than 1e14, nor for cosine, beside 0, shorter
-    than 1e-12. All is computed in float32, also under autocast.
+    Vectors may be a tensor, an array or a memory-mapped file of any size and real type, which is
+    read a slice at a time; or lists, an Arrow column, a column or frame of pandas or polars, or the
+    path of a file. No vector may be longer than 1e14, and for cosine none but zero shorter than
+    1e-12. Everything is computed in float32, also under autocast.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Quantizer:
         coarse: Float[Tensor, "L n"] | None = None,
         metric: Metric = "l2",
     ) -> None:
-        """Put the parts together once they prove to fit.
+        """Check that the parts fit together, and hold them.
 
         Args:
-            rotation: R, of determinant +1.
-            codebooks: of the rotated vectors' D subspaces; of the residuals with `coarse`.
-            coarse: centroids in the rotated space.
-            metric: what the index compares by, and coarse centroids are assigned by.
+            rotation: R, with determinant +1.
+            codebooks: (D, K, n/D), for the rotated vectors, or for their residuals with `coarse`.
+            coarse: coarse centroids (L, n) in the rotated space.
+            metric: of the index and of the assignment to coarse centroids.
         """
         check_choice("metric", metric, get_args(Metric))
         self.rotation = _part("rotation", rotation, 2, rotation.device)
@@ -91,12 +91,12 @@ class Quantizer:
 
     @property
     def device(self) -> torch.device:
-        """Where its parts are, and its codes will be."""
+        """The device of its parts and of the codes that it computes."""
         return self.rotation.device
 
     @property
     def fingerprint(self) -> str:
-        """By which an index and a model know that they belong together."""
+        """A digest of the parts, which tells whether an index and a model belong together."""
         digest = hashlib.sha256(self.metric.encode())
         for name, tensor in self._tensors().items():
             digest.update(f"{name}{tuple(tensor.shape)}".encode())
@@ -104,7 +104,7 @@ class Quantizer:
         return digest.hexdigest()[:32]
 
     def rotate(self, x: Any) -> Float[Tensor, "N n"]:
-        """Y = x R, normalised before where the metric is cosine: what the codebooks are for."""
+        """Y = x R, with x normalised first for cosine: the space of the codebooks."""
         check_table("x", x, self.dim)
         x = torch.as_tensor(x, dtype=self.rotation.dtype, device=self.device)
         check_lengths("x", x, self.metric)
@@ -126,7 +126,7 @@ class Quantizer:
         return Codes(fine, None if self.coarse is None else coarse)
 
     def encode_rotated(self, Y: Float[Tensor, "N n"]) -> Codes:
-        """The codes of vectors that `rotate` gave, all at once."""
+        """The codes of vectors from `rotate`, all at once."""
         with full_precision(Y.device):
             if self.coarse is None:
                 return Codes(nearest(Y, self.codebooks))
@@ -134,7 +134,7 @@ class Quantizer:
             return Codes(nearest(Y - self.coarse[coarse], self.codebooks), coarse)
 
     def decode(self, codes: Codes) -> Float[Tensor, "N n"]:
-        """The vectors that the codes stand for, rotated back: q(y) Rᵀ."""
+        """Decode codes and rotate back: q(y) Rᵀ."""
         with full_precision(self.device):
             return self.codewords_of(codes) @ self.rotation.mT
 
@@ -148,7 +148,7 @@ class Quantizer:
         return Y
 
     def distortion(self, x: Any) -> float:
-        """The mean squared L2 error of vectors (N, n); of normalised ones where it is cosine."""
+        """The mean squared L2 error of vectors (N, n), normalised first for cosine."""
         x = as_vectors(x)
         N = self._rows(x)
         if N == 0:
@@ -157,7 +157,7 @@ class Quantizer:
         for part in self._chunks(x):
             Y = self._rotate(part)
             q = self.codewords_of(self.encode_rotated(Y))
-            # By column first: a whole sum is cut up among as many threads as there are.
+            # By column first: the order of a plain sum depends on the number of threads.
             total += (Y - q).square().sum(0, dtype=torch.float64).sum()
         return float(total / N)
 
@@ -168,18 +168,18 @@ class Quantizer:
         return assign_lists(Y, self.coarse, self.metric)
 
     def to(self, device: torch.device | str) -> "Quantizer":
-        """The same quantizer on another device, as a new one."""
+        """A copy on another device."""
         coarse = None if self.coarse is None else self.coarse.to(device)
         rotation, codebooks = self.rotation.to(device), self.codebooks.to(device)
         return Quantizer(rotation, codebooks, coarse, self.metric)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, whole or not at all."""
+        """Write a safetensors file, atomically."""
         files.save(path, KIND, self._tensors(), {"metric": self.metric})
 
     @classmethod
     def load(cls, path: str | Path) -> "Quantizer":
-        """Read what `save` wrote, on the CPU; a file that is not as it was saved is refused."""
+        """Load a file that `save` wrote, on the CPU. Raises ValueError if it is damaged."""
         contents = files.load(path, KIND)
         parts = contents.tensors
         try:
@@ -240,7 +240,7 @@ class Quantizer:
         return int(x.shape[0])
 
     def _chunks(self, x: Any) -> Iterator[Tensor]:
-        """Slices of x in float32 on the device, as far as it can compare them."""
+        """Slices of x in float32 on the device, checked for lengths that float32 can compare."""
         widest = max(self.dim, 0 if self.coarse is None else len(self.coarse))
         at = 0
         for part in chunks(x, BUFFER // widest, self.device):
@@ -250,7 +250,7 @@ class Quantizer:
 
 
 def load(path: str | Path) -> Quantizer:
-    """Read a quantizer that `Quantizer.save` wrote; one that is not as it was saved is refused."""
+    """Load a quantizer that `Quantizer.save` wrote. Raises ValueError if the file is damaged."""
     return Quantizer.load(path)
 
 
@@ -264,7 +264,7 @@ def _part(name: str, tensor: Tensor, ndim: int, device: torch.device) -> Tensor:
     tensor = tensor.detach().to(device, torch.float32).contiguous()
     if not tensor.isfinite().all():
         raise ValueError(f"{name} must be finite, but has NaN or infinite entries")
-    # As far as vectors of the length that is taken can bring them.
+    # The largest that accepted vectors can lead to.
     if tensor.numel() and tensor.abs().max() > 4 * LONGEST:
         raise ValueError(
             f"{name} must be no larger than {4 * LONGEST:g} to be compared in float32, "

@@ -16,8 +16,8 @@ from givens import kernels
 from givens.kernels import GOLDEN, SPREAD, WORD
 
 ORTHOGONAL_TOLERANCE = 1e-4
-# No principal angle of a turn by an exponential is longer, in radians, its size being found by so
-# many products with a vector, and multiplied, since it is found from below.
+# Limit of the principal angles of a turn by an exponential, in radians; products of the power
+# method; and a safety factor, since the power method approaches the norm from below.
 LONGEST, POWERS, CAUTION = 0.4, 8, 1.25
 
 
@@ -118,7 +118,7 @@ def rotate_pairs_(
     n = R.shape[-1]
     i, j = pairs.unbind(-1)
     if pairs.min() < 0 or pairs.max() >= n or (i == j).any():
-        raise ValueError(f"pairs must be of two different axes in 0..{n - 1}, but got {pairs}")
+        raise ValueError(f"pairs must have two different axes in 0..{n - 1}, but got {pairs}")
     with torch.no_grad():
         turn_rows_(R.mT, pairs, theta.detach(), disjoint=False)
     return R
@@ -142,7 +142,7 @@ def turn_rows_(W: Tensor, pairs: Tensor, theta: Tensor, *, disjoint: bool) -> No
 
 
 def cos_and_sin(theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, of one angle even where it is huge: there torch's own are of different ones."""
+    """Cosine and sine of the same angle; torch's own disagree on a huge one."""
     theta = theta.fmod(2 * math.pi)
     return theta.cos(), theta.sin()
 
@@ -157,8 +157,8 @@ def skew_magnitudes(P: Tensor) -> Tensor:
 def orthonormalise_rows_(W: Tensor, pairs: Tensor) -> None:
     """Multiply each pair of rows by (3I − Gram)/2, the Newton–Schulz step of its 2×2 Gram matrix.
 
-    Rounding moves W off SO(n) by a random walk. One pass like this over a random pairing costs as
-    much as a turn, and undoes to first order what happened to the pairs it looks at.
+    Rounding moves W off SO(n) by a random walk. One pass over a random pairing costs as much as a
+    turn, and undoes the rounding of those pairs to first order.
     """
     i, j = pairs.unbind(-1)
     rows = torch.stack([W[i], W[j]], dim=1)
@@ -171,8 +171,8 @@ def turn_by_exponential_(W: Tensor, X: Tensor, follower: Tensor | None = None) -
     """W ← exp(X) W for a skew X, in place, to second order and back to SO(n) by Newton–Schulz.
 
     With σ the largest singular value of X and Q = I + X + aX², QᵀQ is 1 − (2a − 1)σ² + a²σ⁴ in the
-    plane that turns most; a is chosen for the least deviation from 1 between 0 and σ. No principal
-    angle gets longer than LONGEST. The follower turns to first order. Five products of n × n.
+    plane that turns most; a minimises the deviation from 1 between 0 and σ. Principal angles are
+    limited to LONGEST. The follower turns to first order. Costs five n × n products.
     """
     longest = CAUTION * spectral_norm(X)
     shorten = LONGEST / longest.clamp_min(LONGEST)
@@ -180,7 +180,7 @@ def turn_by_exponential_(W: Tensor, X: Tensor, follower: Tensor | None = None) -
     a = 0.5 + (math.sqrt(2) - 1) / 4 * sigma**2
     XW = X @ W
     Y = W + XW + a * (X @ XW)
-    # What is left after one is rounding in float32.
+    # After one, only the rounding of float32 is left.
     for _ in range(1 if W.dtype is torch.float32 else 3):
         Y = 1.5 * Y - 0.5 * ((Y @ Y.mT) @ Y)
     W.copy_(Y)
@@ -191,10 +191,10 @@ def turn_by_exponential_(W: Tensor, X: Tensor, follower: Tensor | None = None) -
 def spectral_norm(X: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch 1 1"]:
     """The largest singular value of a skew X, from below, by the power method.
 
-    From a fixed vector that looks random, which no X has reason to avoid.
+    Starts at a fixed pseudo-random vector.
     """
     n, tiny = X.shape[-1], torch.finfo(X.dtype).tiny
-    # Powers of what has a norm between 1/√n and √n leave no range.
+    # Scaled to a norm between 1/√n and √n, so that no power overflows or underflows.
     most = X.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
     X = X / most / math.sqrt(n)
     word = torch.arange(n, device=X.device) * GOLDEN & WORD
@@ -209,7 +209,7 @@ def spectral_norm(X: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch 1 1"]
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """No autocast; looked at first, since to enter its context takes as long as a kernel."""
+    """Disable autocast, only if it is on: entering its context takes as long as a kernel."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
@@ -225,7 +225,7 @@ def orthogonality_error(R: Float[Tensor, "*batch n n"]) -> float:
 
 @kernels.operation
 def largest(M: Tensor) -> float:
-    """Max |M|, NaN where an entry is; waits for the device."""
+    """Max |M|, NaN if any entry is NaN; synchronises with the device."""
     return float(M.detach().abs().max())
 
 
@@ -243,13 +243,13 @@ def project(R: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
 def nearest(M: Tensor, det: Tensor) -> Tensor:
     """The orthogonal matrix of the given determinant nearest to M, by SVD in M's precision."""
     U, _, Vh = torch.linalg.svd(M)
-    # Flip the direction that costs least where U Vᵀ has the other determinant.
+    # If U Vᵀ has the other determinant, flip the direction that costs least.
     U[..., -1] *= (determinant(U @ Vh) * det)[..., None]
     return torch.matmul(U, Vh)
 
 
 def determinant(Q: Tensor) -> Tensor:
-    """±1 for an orthogonal matrix; the product of pivots itself underflows, at n = 512 already."""
+    """±1 for an orthogonal matrix; the plain product of pivots underflows at n = 512."""
     sign: Tensor = torch.linalg.slogdet(Q).sign
     return sign
 
@@ -265,13 +265,13 @@ def random_rotation(dim: int, seed: int = 0) -> Float[Tensor, "n n"]:
 
 
 def check_square(name: str, M: Tensor) -> None:
-    """Refuse what is not a square matrix, or a stack of them."""
+    """Raise unless M is a square matrix or a stack of them."""
     if M.ndim < 2 or M.shape[-1] != M.shape[-2]:
         raise ValueError(f"{name} must be square, (n, n), but got shape {tuple(M.shape)}")
 
 
 def check_dtype(name: str, M: Tensor) -> None:
-    """Refuse a precision in which a rotation would not stay one."""
+    """Raise unless M is float32 or float64: in less precision a rotation does not stay one."""
     if M.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"{name} must be float32 or float64, but got {M.dtype}; "
@@ -280,9 +280,9 @@ def check_dtype(name: str, M: Tensor) -> None:
 
 
 def check_orthogonal(name: str, M: Tensor) -> None:
-    """Refuse a matrix that is not orthogonal, of either determinant."""
+    """Raise unless M is orthogonal, with either determinant."""
     error = orthogonality_error(M)
-    # Written so that NaN is refused too.
+    # `not <=`, so that NaN raises too.
     if not error <= ORTHOGONAL_TOLERANCE:
         raise ValueError(
             f"{name} must be orthogonal: max|RᵀR − I| = {error:.0e} > {ORTHOGONAL_TOLERANCE:.0e}; "

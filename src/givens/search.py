@@ -1,8 +1,8 @@
-"""Exact neighbours, how many of them an index finds, and its candidates ranked again.
+"""Ground truth, recall and re-ranking.
 
-Distances are compared in float64; float32 products only say which vectors cannot be among the
-nearest. With u = 2⁻²⁴ such a product of n numbers is off by at most n·u·‖q‖·‖x‖, in any order of
-summation, so that what is left out is known to be farther.
+Distances are compared in float64; float32 products only rule out vectors that cannot be among the
+nearest. With u = 2⁻²⁴ the error of such a product of n numbers is at most n·u·‖q‖·‖x‖, in any order
+of summation, so every vector that is ruled out is farther.
 """
 
 import math
@@ -21,13 +21,13 @@ from givens.rotation import full_precision
 from givens.storage.given import as_vectors
 from givens.storage.vectors import Vectors, as_float, chunks
 
-# Rows of scores (queries, vectors) that are held at once, and numbers of vectors or queries.
+# The most rows of scores (queries, vectors) held at once, and numbers of vectors or queries.
 SCORES, NUMBERS = 1 << 22, 1 << 26
 BLOCK = 512
 ROUNDING = 2.0**-24
-# Queries searched at once: a batch for a bar to move, large enough for Faiss's threads.
+# Queries searched at once: few enough for a progress bar, enough for Faiss's threads.
 BATCH = 1024
-# Below it a norm counts as this, as in torch.nn.functional.normalize.
+# The smallest norm to divide by, as in torch.nn.functional.normalize.
 SMALLEST = 1e-12
 
 
@@ -41,15 +41,16 @@ def ground_truth(
 ) -> Tensor:
     """The k nearest of x to each query, nearest first: (Q, k) int64, where x is.
 
-    Exact: of float32 values, compared in float64; of two at the same distance the smaller id comes
-    first. Memory holds a slice of x and of the queries, whatever their number.
+    Exact for float32 values, compared in float64; ties go to the smaller id. Only a slice of x and
+    of the queries is in memory at a time.
 
     Args:
         x: vectors (N, n): a tensor, an array, or a file from `givens.storage.vectors.read`.
         queries: vectors (Q, n), likewise.
         k: neighbours of each query, at most N.
         metric: "l2", or "ip" and "cosine", where the nearest has the largest product.
-        progress: is told of how many pairs of a query and a vector were compared, each time.
+        progress: called with the number of query-vector pairs that were compared since the last
+            call.
     """
     if metric not in get_args(Metric):
         known = ", ".join(map(repr, get_args(Metric)))
@@ -66,18 +67,18 @@ def ground_truth(
     device = tensors[0] if tensors else torch.device("cpu")
     found, at = torch.empty(len(queries), k, dtype=torch.int64, device=device), 0
     with torch.no_grad(), full_precision(device):
-        for asked in chunks(queries, NUMBERS // (n + 2 * k), device):
-            check_lengths("queries", asked, metric, first=at)
-            found[at : at + len(asked)] = _nearest(x, asked, k, metric, progress)
-            at += len(asked)
+        for part in chunks(queries, NUMBERS // (n + 2 * k), device):
+            check_lengths("queries", part, metric, first=at)
+            found[at : at + len(part)] = _nearest(x, part, k, metric, progress)
+            at += len(part)
     return found
 
 
 def recall(found: Any, truth: Any, k: int = 10) -> float:
-    """The part of the k true neighbours that is among the first k found, the mean over queries.
+    """The share of the k true neighbours among the first k found, the mean over queries.
 
-    −1 in `found` finds nothing. −1 in `truth` is no neighbour: it is not missed, and a query that
-    has none does not count.
+    −1 in `found` is a missing result. −1 in `truth` is a missing neighbour: it does not count, nor
+    does a query without any.
 
     Args:
         found: ids (Q, at least k), nearest first.
@@ -87,7 +88,7 @@ def recall(found: Any, truth: Any, k: int = 10) -> float:
     found, truth = _ids("found", found, k), _ids("truth", truth, k)
     _check_rows(found, truth)
     mine, true = np.sort(found[:, :k]), np.sort(truth[:, :k])
-    # Each id once, whatever its place.
+    # Count each id once.
     mine[:, 1:][mine[:, 1:] == mine[:, :-1]] = -1
     true[:, 1:][true[:, 1:] == true[:, :-1]] = -1
     both = np.sort(np.concatenate([mine, true], axis=1))
@@ -99,7 +100,7 @@ def recall(found: Any, truth: Any, k: int = 10) -> float:
 
 
 def first_recall(found: Any, truth: Any, k: int = 10) -> float:
-    """How often the nearest neighbour is among the first k found, which is called 1-recall@k."""
+    """1-recall@k: the share of queries whose nearest neighbour is among the first k found."""
     found, truth = _ids("found", found, k), _ids("truth", truth, 1)
     _check_rows(found, truth)
     known = truth[:, 0] >= 0
@@ -109,9 +110,9 @@ def first_recall(found: Any, truth: Any, k: int = 10) -> float:
 
 
 def open_index(path: str | Path, *, mapped: bool = False) -> Any:
-    """Any index: a file of ours or of Faiss, or a folder of shards; `.index` and its `.record`.
+    """Open any index, a Faiss file or a folder of shards; returns `.index` and its `.record`.
 
-    With `mapped`, inverted lists stay on the disk and are read where a search needs them.
+    With `mapped`, inverted lists stay on the disk and are read as a search needs them.
     """
     if Path(path).is_dir():
         from givens.export.shards import load_shards
@@ -123,7 +124,7 @@ def open_index(path: str | Path, *, mapped: bool = False) -> Any:
 
 
 def check_queries(index: Any, queries: Vectors, k: int) -> None:
-    """Refuse what Faiss would answer with nothing, or with a crash."""
+    """Raise for queries that Faiss would answer with nothing, or with a crash."""
     if queries.shape[1] != index.d:
         raise ValueError(
             f"queries must have {index.d} dimensions as the index has, but got {queries.shape[1]}"
@@ -135,7 +136,7 @@ def check_queries(index: Any, queries: Vectors, k: int) -> None:
 
 
 def batches(queries: Any) -> Iterator[tuple[npt.NDArray[np.float32], slice]]:
-    """Queries as float32 arrays, with their places."""
+    """Queries as float32 arrays, with their positions."""
     at = 0
     for part in chunks(queries, BATCH):
         check_lengths("queries", part, first=at)
@@ -143,7 +144,7 @@ def batches(queries: Any) -> Iterator[tuple[npt.NDArray[np.float32], slice]]:
 
 
 class Ranked(NamedTuple):
-    """What is left of candidates, best first."""
+    """Re-ranked candidates, best first."""
 
     scores: npt.NDArray[np.float32]
     """Squared distances, or products: (Q, k)."""
@@ -163,12 +164,12 @@ def rerank(
     """The k best of each query's candidates, by the original vectors.
 
     Args:
-        candidates: what an index found: (Q, at least k) ids, −1 for none.
+        candidates: ids that an index found (Q, at least k), −1 for none.
         x: the vectors in the index (N, n): a tensor, an array or a file of them.
         queries: (Q, n).
         k: how many to keep.
         metric: "l2", "ip" or "cosine".
-        ids: what the index calls the vectors (N,); their positions unless given.
+        ids: the vectors' ids in the index (N,); their positions unless given.
     """
     if candidates.ndim != 2 or len(candidates) != len(queries) or k > candidates.shape[1]:
         raise ValueError(
@@ -182,43 +183,43 @@ def rerank(
         rows = np.where(ids[order[at]] == candidates, order[at], -1)
     if rows.max() >= len(x) or ((rows < 0) != (candidates < 0)).any():
         raise ValueError("candidates must be ids of x, but one has no vector there")
-    # Each vector once, however many queries it is a candidate of.
+    # Read each vector once, however many queries have it as a candidate.
     unique, inverse = np.unique(rows.clip(0), return_inverse=True)
     table = as_float(x[torch.from_numpy(unique).to(x.device) if isinstance(x, Tensor) else unique])
-    asked = torch.from_numpy(np.ascontiguousarray(queries, np.float32))
+    near = torch.from_numpy(np.ascontiguousarray(queries, np.float32))
     if metric == "cosine":
-        table, asked = (torch.nn.functional.normalize(t) for t in (table, asked))
+        table, near = (torch.nn.functional.normalize(t) for t in (table, near))
     scores = torch.empty(rows.shape)
     for query, places in enumerate(torch.from_numpy(inverse.reshape(rows.shape))):
         if metric == "l2":
-            scores[query] = (table[places] - asked[query]).square().sum(1)
+            scores[query] = (table[places] - near[query]).square().sum(1)
         else:
-            scores[query] = table[places] @ asked[query]
+            scores[query] = table[places] @ near[query]
     scores[torch.from_numpy(candidates < 0)] = torch.inf if metric == "l2" else -torch.inf
     best = scores.topk(k, largest=metric != "l2")
     return Ranked(best.values.numpy(), np.take_along_axis(candidates, best.indices.numpy(), 1))
 
 
 def _nearest(
-    x: Any, asked: Tensor, k: int, metric: Metric, progress: Callable[[int], object] | None
+    x: Any, queries: Tensor, k: int, metric: Metric, progress: Callable[[int], object] | None
 ) -> Tensor:
-    """The k nearest to the queries, all of which are in memory."""
-    Q, n = asked.shape
-    # The smaller the better: squared distances or negative products, and whose they are.
-    best = asked.new_full((Q, k), torch.inf, dtype=torch.float64)
-    ids = torch.full((Q, k), -1, dtype=torch.int64, device=asked.device)
+    """The k nearest neighbours of queries that are all in memory."""
+    Q, n = queries.shape
+    # Squared distances or negative products, smaller is better, and their ids.
+    best = queries.new_full((Q, k), torch.inf, dtype=torch.float64)
+    ids = torch.full((Q, k), -1, dtype=torch.int64, device=queries.device)
     screen: _Screen | None = None
     at = 0
-    for part in chunks(x, min(SCORES // min(BLOCK, Q), NUMBERS // n), asked.device):
+    for part in chunks(x, min(SCORES // min(BLOCK, Q), NUMBERS // n), queries.device):
         check_lengths("x", part, metric, first=at)
         if screen is None:
-            screen = _Screen(part, asked, metric)
+            screen = _Screen(part, queries, metric)
         screen.take(part)
         for first in range(0, Q, BLOCK):
             rows = slice(first, min(first + BLOCK, Q))
             which, places = screen.candidates(rows, best[rows, -1], k)
             if len(which):
-                far = _exact(part, asked[rows], which, places, metric)
+                far = _exact(part, queries[rows], which, places, metric)
                 best[rows], ids[rows] = _merge(best[rows], ids[rows], which, far, places + at)
             if progress is not None:
                 progress((rows.stop - rows.start) * len(part))
@@ -227,17 +228,17 @@ def _nearest(
 
 
 class _Screen:
-    """Which vectors of a slice may be among the nearest, by float32 products."""
+    """Finds the vectors of a slice that may be among the nearest, by float32 products."""
 
-    def __init__(self, first: Tensor, asked: Tensor, metric: Metric) -> None:
+    def __init__(self, first: Tensor, queries: Tensor, metric: Metric) -> None:
         self.metric = metric
-        # A switch of torch may make products of float32 coarser than the bound.
+        # A switch of torch makes float32 products coarser than the bound.
         trusted = torch.get_float32_matmul_precision() == "highest"
         self.dtype = torch.float32 if trusted else torch.float64
-        # Distances do not change with the origin, and are the less rounded the nearer it is.
+        # Distances do not depend on the origin, and their rounding is smaller near it.
         self.origin = first.mean(0) if metric == "l2" else None
-        self.asked = self._prepare(asked)
-        self.lengths = self.asked.double().norm(dim=1)
+        self.queries = self._prepare(queries)
+        self.lengths = self.queries.double().norm(dim=1)
 
     def take(self, part: Tensor) -> None:
         """Look at the next slice of vectors."""
@@ -246,21 +247,21 @@ class _Screen:
         self.squares, self.longest = squares, squares.max().double().sqrt()
 
     def candidates(self, rows: slice, worst: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Pairs (query, place in the slice) that may be nearer than the worst one kept, in order.
+        """Pairs (query, row of the slice) that may be nearer than the worst one kept, in order.
 
-        All that are not given are farther than the worst, or than k others of the slice.
+        All other pairs are farther than the worst one, or than k others of the slice.
         """
-        asked, lengths = self.asked[rows], self.lengths[rows]
-        slack = (asked.shape[1] + 8) * ROUNDING * (lengths + self.longest).square()
+        queries, lengths = self.queries[rows], self.lengths[rows]
+        slack = (queries.shape[1] + 8) * ROUNDING * (lengths + self.longest).square()
         if self.metric == "l2":
-            scores = torch.addmm(self.squares, asked, self.part.mT, alpha=-2)
+            scores = torch.addmm(self.squares, queries, self.part.mT, alpha=-2)
             worst = worst - lengths.square()
         else:
-            scores = (asked @ self.part.mT).neg_()
-        # Twice: ‖x‖² − 2 q·x is rounded, and the origin and ‖q‖² are on the other side.
+            scores = (queries @ self.part.mT).neg_()
+        # Twice, since ‖x‖² − 2 q·x is rounded, and so are the origin and ‖q‖² on the other side.
         near = _not_above(scores, worst + 2 * slack)
-        # Where much would be left, as in the first slice, the k best of it tell the rest apart.
-        if k <= scores.shape[1] and int(near.count_nonzero()) > 4 * k * len(asked):
+        # If many are left, as in the first slice, the k best of them bound the rest.
+        if k <= scores.shape[1] and int(near.count_nonzero()) > 4 * k * len(queries):
             own = scores.topk(k, largest=False).values[:, -1]
             near &= _not_above(scores, own + 4 * slack)
         which, places = near.nonzero(as_tuple=True)
@@ -274,19 +275,19 @@ class _Screen:
 
 
 def _not_above(scores: Tensor, limit: Tensor) -> Tensor:
-    """Which scores are at most the limit of their row; what is no number is, too."""
+    """Which scores are at most the limit of their row; NaN counts as one."""
     limit = limit.to(scores.dtype)
     limit = torch.nextafter(limit, torch.full_like(limit, torch.inf))
     return (scores > limit[:, None]).logical_not_()
 
 
-def _exact(part: Tensor, asked: Tensor, which: Tensor, places: Tensor, metric: Metric) -> Tensor:
-    """Squared distances or negative products of pairs in float64, each summed in the same way."""
+def _exact(part: Tensor, queries: Tensor, which: Tensor, places: Tensor, metric: Metric) -> Tensor:
+    """Squared distances or negative products of pairs in float64, all summed in the same order."""
     far = torch.empty(len(which), dtype=torch.float64, device=part.device)
     step = max(SCORES // part.shape[1], 1)
     for first in range(0, len(which), step):
         pairs = slice(first, first + step)
-        q, y = asked[which[pairs]].double(), part[places[pairs]].double()
+        q, y = queries[which[pairs]].double(), part[places[pairs]].double()
         if metric == "l2":
             far[pairs] = (q - y).square_().sum(1)
         else:
@@ -300,9 +301,9 @@ def _exact(part: Tensor, asked: Tensor, which: Tensor, places: Tensor, metric: M
 def _merge(
     best: Tensor, ids: Tensor, which: Tensor, far: Tensor, names: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The best of those that were kept and of new ones, whose ids are larger and in order."""
+    """Merge the best so far with new ones, whose ids are larger and in order."""
     k, counts = best.shape[1], which.bincount(minlength=len(best))
-    # A row for each query, as wide as the most that any has.
+    # A row for each query, as wide as the longest.
     place = k + torch.arange(len(which), device=which.device)
     place -= (counts.cumsum(0) - counts)[which]
     width = k + int(counts.max())
@@ -310,7 +311,7 @@ def _merge(
     named = ids.new_full((len(best), width), -1)
     wide[:, :k], named[:, :k] = best, ids
     wide[which, place], named[which, place] = far, names
-    # Stable, so that of equal ones the smaller id stays first; places without one are farthest.
+    # Stable, so ties keep the smaller id first; empty places are farthest.
     order = wide.sort(dim=1, stable=True).indices[:, :k]
     return wide.gather(1, order), named.gather(1, order)
 
@@ -342,6 +343,6 @@ def _ids(name: str, table: Any, k: int) -> npt.NDArray[Any]:
 def _check_rows(found: npt.NDArray[Any], truth: npt.NDArray[Any]) -> None:
     if len(found) != len(truth):
         raise ValueError(
-            f"found and truth must be of the same queries, but have {len(found)} and "
+            f"found and truth must have the same queries, but have {len(found)} and "
             f"{len(truth)} rows"
         )

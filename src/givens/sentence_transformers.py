@@ -45,19 +45,19 @@ except ImportError as error:
     ) from error
 
 FILE, KIND = "index.safetensors", "sentence-transformers index"
-# How a loss scores pairs, and how an index by the cosine scores them: T(x) keeps its length.
+# A loss's cosine similarity, and what a cosine index computes instead: T(x) keeps its length.
 SCORES = {cos_sim: dot_score, pairwise_cos_sim: pairwise_dot_score}
 SIMILARITY = {"cosine": "dot", "ip": "dot", "l2": "euclidean"}
-# Steps between two looks at the rotation, which another optimizer would break.
+# Steps between two checks of the rotation, which another optimizer would break.
 EVERY = 32
 
 
 class Index(Module):  # type: ignore[misc]
     """The last module of a model: documents as the index holds them, queries as they are.
 
-    Only the first `dim` numbers of an embedding enter it, as of a Matryoshka model. For the cosine,
-    queries and documents are normalised on their way in; decoded documents are scored by the inner
-    product, which `add_index` makes the model's similarity.
+    It uses the first `dim` numbers of an embedding, as for a Matryoshka model. For the cosine,
+    queries and documents are normalised first; decoded documents are scored by the inner product,
+    which `add_index` sets as the model's similarity.
     """
 
     forward_kwargs = frozenset({"task"})
@@ -73,7 +73,7 @@ class Index(Module):  # type: ignore[misc]
         update: Update = "gradient",
         decay: float = 0.99,
     ) -> None:
-        """Make room for the parts, as `givens.IndexLayer` does; `warm_start` fills them."""
+        """Allocate the parameters, as `givens.IndexLayer` does; `warm_start` sets them."""
         super().__init__()
         self.layer = IndexLayer(
             dim, subspaces, codewords, coarse, metric=metric, update=update, decay=decay
@@ -87,14 +87,15 @@ class Index(Module):  # type: ignore[misc]
             "update": update,
             "decay": decay,
         }
-        # Of the losses: distortions and rows while one records; what a cached one gives to a row's.
+        # For the losses: distortions and rows during `recording`; and the gradients of a cached
+        # loss.
         self.records: list[tuple[Tensor, int]] | None = None
         self.share: Tensor | None = None
-        # Whether a callback will warm it up.
+        # Whether a callback will call `warm_start`.
         self.awaited = False
 
     def forward(self, features: dict[str, Any], task: str | None = None) -> dict[str, Any]:
-        """Replace the embedding, unless it is of a query; add the codes where there are any."""
+        """Quantize the embedding, unless it is a query's; add the codes if there are any."""
         x = features["sentence_embedding"][:, : self.layer.rotation.dim]
         if (task or features.get("task")) == "query":
             x = x.float()
@@ -124,15 +125,15 @@ class Index(Module):  # type: ignore[misc]
 
     @property
     def quantizer(self) -> Quantizer:
-        """A copy of what it has learned: to save, to export."""
+        """A copy of the current quantizer, to save or to export."""
         return self.layer.quantizer
 
     def get_embedding_dimension(self) -> int:
-        """The dimension of what comes out."""
+        """The dimension of the output."""
         return self.layer.rotation.dim
 
     def get_config_dict(self) -> dict[str, Any]:
-        """The arguments that make another one."""
+        """The constructor's arguments."""
         return dict(self.config)
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +144,7 @@ class Index(Module):  # type: ignore[misc]
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> "Index":
-        """Read what `save` wrote; a file that is not as it was saved is refused."""
+        """Load what `save` wrote. Raises ValueError if the file is damaged."""
         known = ("token", "cache_folder", "revision", "local_files_only")
         where = {name: kwargs[name] for name in known if name in kwargs}
         path = cls.load_file_path(model_name_or_path, FILE, subfolder, **where)
@@ -182,7 +183,7 @@ def add_index(
 ) -> Index:
     """Append an `Index` to a model: `subspaces` bytes a document. Returns the new module.
 
-    It has the model's embedding dimension, or its `truncate_dim` where that is set. The model's
+    Its dimension is that of the model's embeddings, or `truncate_dim` if that is set. The model's
     similarity becomes that of the index. `options` are those of `Index`.
     """
     if isinstance(model[-1], Index):
@@ -199,7 +200,7 @@ def add_index(
 
 
 def index_of(model: Any) -> Index:
-    """The index that is the last module of a model; a model without one is refused."""
+    """The index, which is the last module of a model. Raises ValueError if there is none."""
     last = model[-1] if isinstance(model, nn.Sequential) and len(model) else None
     if not isinstance(last, Index):
         raise ValueError(
@@ -216,10 +217,10 @@ def index_of(model: Any) -> Index:
 
 
 def embed(model: SentenceTransformer, documents: Sequence[str], **options: Any) -> Tensor:
-    """Document embeddings that are not quantized yet (N, n), on the model's device.
+    """Document embeddings before quantization (N, n), on the model's device.
 
-    They have the model's prompt for documents; `options` are those of `model.encode`. The model
-    stays in training mode if it was.
+    Uses the model's prompt for documents; `options` are those of `model.encode`. The model's
+    training mode is restored.
     """
     n, training = index_of(model).get_embedding_dimension(), model.training
     if isinstance(documents, str):
@@ -240,9 +241,9 @@ def warm_start(
 ) -> None:
     """Fit the index's rotation and codebooks to a sample of documents.
 
-    Some thousands will do, at least as many as codewords. Call it when the model's embeddings mean
-    something: at once for a pretrained model, by the callback `WarmStart` for a new one. `options`
-    are those of `IndexLayer.warm_start`.
+    A few thousand are enough; there must be at least as many as codewords. Call it at once for a
+    pretrained model, and use the callback `WarmStart` for a new one, whose embeddings mean nothing
+    yet. `options` are those of `IndexLayer.warm_start`.
     """
     index_of(model).layer.warm_start(embed(model, documents), seed=seed, **options)
 
@@ -258,25 +259,24 @@ def to_faiss(model: SentenceTransformer, documents: Sequence[str], **options: An
 
 
 class IndexLoss(nn.Module):
-    """Any sentence-transformers loss over documents as the index holds them, and the distortion.
+    """Any sentence-transformers loss on documents as the index decodes them, plus the distortion.
 
-    It goes around all other wrappers, MatryoshkaLoss too, and returns its parts, which the trainer
-    adds up and logs: {"base_loss": …, "distortion": weight · …}.
+    It must be the outermost wrapper, also around MatryoshkaLoss. It returns both terms, which the
+    trainer sums and logs: {"base_loss": …, "distortion": weight · …}.
     """
 
     def __init__(
         self, model: SentenceTransformer, loss: nn.Module, weight: float = 1.0, *, queries: int = 1
     ) -> None:
-        """Put the distortion beside the loss of a model that has an index.
+        """Wrap the loss of a model that has an index.
 
         Args:
-            model: its last module is the index.
-            loss: of the same model. Where it scores pairs by the cosine and the index does too, it
-                is made to score by the inner product: queries are normalised, and decoded documents
-                are compared as the index will.
-            weight: of the distortion, the mean squared error.
-            queries: how many columns of the data, from the first, are queries, which are not
-                quantized; 0 where both sides of a pair are stored.
+            model: a model whose last module is the index.
+            loss: of the same model. If both it and the index use the cosine, it is changed to the
+                inner product: queries are normalised, and documents are compared as in the index.
+            weight: of the distortion (mean squared error).
+            queries: how many of the first columns of the data are queries, which are not quantized;
+                0 if both sides of a pair are documents.
         """
         super().__init__()
         self.index = index_of(model)
@@ -323,13 +323,13 @@ class IndexLoss(nn.Module):
         rows = sum(count for _, count in records)
         distortion = sum(part * (count / rows) for part, count in records)
         if self.cached and torch.is_grad_enabled():
-            # The documents are embedded again, with gradients, where this one's backward leads.
+            # The backward pass of a cached loss embeds the documents again, with gradients.
             loss = _Replayed.apply(loss, self.index, self.weight / rows)  # type: ignore[no-untyped-call]
         parts = loss if isinstance(loss, dict) else {"base_loss": loss}
         return {**parts, "distortion": self.weight * distortion}
 
     def get_config_dict(self) -> dict[str, Any]:
-        """What a model card tells of it."""
+        """The fields of a model card."""
         return {
             "loss": type(self.loss).__name__,
             "weight": self.weight,
@@ -338,7 +338,7 @@ class IndexLoss(nn.Module):
         }
 
     def _check(self) -> None:
-        """Refuse to train an index that is empty, and now and then a rotation that is none."""
+        """Raise if the index is empty, or its rotation not orthogonal (checked at intervals)."""
         if not self.index.layer.warm and not self.index.awaited:
             raise RuntimeError(
                 "the index has no codebooks yet; call warm_start(model, documents) before "
@@ -352,8 +352,8 @@ class IndexLoss(nn.Module):
 class IndexOptimizer(torch.optim.Optimizer):
     """AdamW for the model and the codebooks, `givens.GCD` for the rotation, as one optimizer.
 
-    A trainer schedules all rates together, saves it in its checkpoints and goes on from them. A
-    rotation whose weight requires no gradient stays as it is.
+    A trainer schedules all rates together, and saves and restores it with its checkpoints. A
+    rotation whose weight has `requires_grad=False` is frozen.
     """
 
     def __init__(
@@ -366,14 +366,14 @@ class IndexOptimizer(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
     ) -> None:
-        """Sort the parameters of a loss and its model.
+        """Group the parameters of a loss and its model.
 
         Args:
-            loss: whose model has the index.
+            loss: an `IndexLoss`.
             lr: of the model.
             index_lr: of the codebooks and coarse centroids.
-            turn_lr: of the rotation, about how far an axis turns in a step, in radians.
-            weight_decay: of the model's matrices; biases, norms and the index have none.
+            turn_lr: of the rotation: about the angle by which an axis turns in a step, in radians.
+            weight_decay: for the model's matrices; biases, norms and the index have none.
             betas: of AdamW.
         """
         if not isinstance(loss, IndexLoss):
@@ -384,7 +384,7 @@ class IndexOptimizer(torch.optim.Optimizer):
         groups: list[dict[str, Any]] = [
             {"params": [p for p in rest if p.ndim > 1], "weight_decay": weight_decay},
             {"params": [p for p in rest if p.ndim < 2]},
-            {"params": layer.index_parameters(), "lr": index_lr},
+            {"params": layer.codebook_parameters(), "lr": index_lr},
         ]
         groups = [group for group in groups if group["params"]]
         turned = [p for p in layer.rotation.parameters() if p.requires_grad]
@@ -395,11 +395,11 @@ class IndexOptimizer(torch.optim.Optimizer):
             self.parts["gcd"] = GCD(turned, turn_lr)
         if not self.parts:
             raise ValueError("loss must have parameters that require a gradient, but has none")
-        # The very groups of the parts, so that a scheduler sets their rates.
+        # The same group objects as the parts', so that a scheduler sets their rates.
         super().__init__(self._groups(), {})
 
     def step(self, closure: Any = None) -> Any:
-        """One step of each."""
+        """Take a step with each part."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -409,11 +409,11 @@ class IndexOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each."""
+        """The state of each part."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of the same parts."""
+        """Restore a state of the same parts."""
         if set(state_dict) != set(self.parts):
             raise ValueError(
                 f"state_dict must have the parts {sorted(self.parts)}, but got {sorted(state_dict)}"
@@ -427,30 +427,30 @@ class IndexOptimizer(torch.optim.Optimizer):
 
 
 class WarmStart(TrainerCallback):  # type: ignore[misc]
-    """Warms the index up from a sample of documents at a step of the training.
+    """A callback that fits the index to a sample of documents at a given step.
 
-    Until then the model learns without an index.
+    Until then the model trains without the index.
     """
 
     def __init__(self, documents: Sequence[str], step: int = 0, **options: Any) -> None:
-        """Keep the sample; `options` are those of `warm_start`."""
+        """Store the sample; `options` are those of `warm_start`."""
         self.documents, self.options = list(documents), options
         self.step = check_whole("step", step, 0)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any
     ) -> None:
-        """Tell the loss to be patient."""
+        """Let the loss accept an index that is still empty."""
         index_of(model).awaited = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-        """Fit the parts once, when it is time."""
+        """Call `warm_start` once, at the given step."""
         if state.global_step >= self.step and not index_of(model).layer.warm:
             warm_start(model, self.documents, **self.options)
 
 
 class _Replayed(torch.autograd.Function):
-    """The loss of a class that caches gradients; its gradient is known before it embeds again."""
+    """A loss that caches gradients: its gradients are known before documents are embedded again."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, index: Index, share: float) -> Tensor:
@@ -464,7 +464,7 @@ class _Replayed(torch.autograd.Function):
 
 
 class _WithDistortion(torch.autograd.Function):
-    """The embedding; on the way back the distortion gets its share of the gradient."""
+    """The identity on the embedding; its backward pass also gives the distortion its gradient."""
 
     @staticmethod
     def forward(ctx: Any, embedding: Tensor, distortion: Tensor, share: Tensor) -> Tensor:

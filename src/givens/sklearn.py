@@ -1,4 +1,4 @@
-"""A product quantizer as scikit-learn's estimators are: for pipelines and searches over a grid."""
+"""A product quantizer as a scikit-learn estimator, for pipelines and grid searches."""
 
 from numbers import Integral
 from typing import Any
@@ -21,17 +21,16 @@ Array = npt.NDArray[Any]
 
 
 class ProductQuantizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """Learn a rotation and codebooks by `givens.fit`; transform vectors to codes.
+    """Learn a rotation and codebooks with `givens.fit`; transform vectors to codes.
 
-    A code is a row of `subspaces` codewords, after the number of the list where there are coarse
-    centroids. Arrays stay where they are, a memory-mapped file too, unless scikit-learn has to
-    convert them.
+    A code is a row of `subspaces` integers; with coarse centroids the number of the list comes
+    first. Arrays and memory-mapped files are not copied unless scikit-learn has to convert them.
 
     Attributes:
         quantizer_: the `givens.Quantizer`.
-        n_iter_: how many passes over the vectors it took.
+        n_iter_: the number of passes over the vectors.
         n_features_in_: the dimension of the vectors.
-        feature_names_in_: names of the columns, where all are strings.
+        feature_names_in_: names of the columns, if all are strings.
     """
 
     def __init__(
@@ -46,17 +45,17 @@ class ProductQuantizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         sample: int | None = SAMPLE,
         random_state: int | np.random.RandomState | None = 0,
     ) -> None:
-        """Keep the options, which `fit` looks at.
+        """Store the options; `fit` checks them.
 
         Args:
-            subspaces: bytes of a code; must divide the number of features.
-            codewords: of each subspace, 2 to 256.
-            coarse: centroids of an inverted file; 0 for none.
+            subspaces: the bytes of a code; must divide the number of features.
+            codewords: for each subspace, 2 to 256.
+            coarse: number of coarse centroids of an inverted file; 0 for none.
             method: how the rotation is learned, as in `givens.fit`; "pq" for none.
-            metric: "l2", "ip" or "cosine", for which vectors are normalised.
-            max_iter: the most passes over the vectors.
-            sample: how many vectors to look at; 0 for all.
-            random_state: an integer is the seed of `givens.fit`.
+            metric: "l2", "ip" or "cosine"; the latter normalises vectors.
+            max_iter: maximum number of passes over the vectors.
+            sample: number of vectors to learn from; 0 for all.
+            random_state: an integer is used as the seed of `givens.fit`.
         """
         self.subspaces = subspaces
         self.codewords = codewords
@@ -93,14 +92,14 @@ class ProductQuantizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         self.n_iter_ += 1
 
     def transform(self, X: Any) -> Array:
-        """The codes (N, D), uint8; (N, 1 + D) int64 with coarse centroids, their numbers first."""
+        """Codes (N, D), uint8; with coarse centroids (N, 1 + D), int64, the list's number first."""
         codes = self._quantizer().encode(validate_data(self, X, dtype="numeric", reset=False))
         if codes.coarse is None:
             return codes.fine.numpy()
         return torch.cat([codes.coarse[:, None], codes.fine], dim=1).numpy()
 
     def inverse_transform(self, X: Any) -> Array:
-        """The vectors (N, n) that codes stand for, float32."""
+        """The vectors (N, n) that codes decode to, float32."""
         q = self._quantizer()
         codes = check_array(X, dtype="numeric")
         if codes.shape[1] != self._n_features_out:
@@ -123,12 +122,12 @@ class ProductQuantizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         return decoded
 
     def score(self, X: Any, y: Any = None) -> float:
-        """Less the distortion, the mean squared error: the higher, the better; y is ignored."""
+        """The negative distortion (mean squared error): higher is better. y is ignored."""
         return -self._quantizer().distortion(validate_data(self, X, dtype="numeric", reset=False))
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
-        # Codes are integers whatever the vectors are.
+        # Codes are integers for vectors of any type.
         tags.transformer_tags.preserves_dtype = []
         return tags
 

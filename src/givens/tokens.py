@@ -1,13 +1,13 @@
 """Semantic IDs: an item's vector as a few tokens, for recommenders that generate them.
 
-    residual stages    t_s = the nearest of L_s centroids to what the stages before have left
-    product tail       t_d = the codewords of what the last stage has left, rotated, cut into D
+    residual stages t_s = the nearest of L_s centroids to the residual of the stages before
+    product tail t_d = the codewords of the last residual, rotated and cut into D pieces
 
-Without stages the tail is all: the tokens of Faiss's "OPQ{m},IVF1,PQ{m}x8", by a learned rotation.
-Without a tail they are those of residual k-means, for which a rotation would change nothing: every
-centroid turns along, and every distance stays.
+With a tail only, tokens are those of Faiss's "OPQ{m},IVF1,PQ{m}x8", with a learned rotation. With
+stages only, they are those of residual k-means, where a rotation would change nothing: centroids
+rotate with the vectors, and distances stay the same.
 
-An ID stays an item's own: `assign` changes it only where the item's codes change.
+IDs are stable: `assign` changes an item's ID only if its codes change.
 """
 
 import hashlib
@@ -40,14 +40,14 @@ Names = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """Centroids of the residual stages and, behind them, the quantizer of what they leave."""
+    """Centroids of the residual stages, and the quantizer of the last residual."""
 
     stages: Sequence[Float[Tensor, "L n"]]
     tail: Quantizer | None
     normalise: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not go together."""
+        """Check that the parts fit together."""
         if not self.stages and self.tail is None:
             raise ValueError("a tokenizer needs stages or a tail, but got neither")
         for stage in self.stages:
@@ -64,7 +64,7 @@ class Tokenizer:
 
     @property
     def sizes(self) -> list[int]:
-        """How many different tokens there are at each place."""
+        """The number of different tokens at each place."""
         sizes = [len(stage) for stage in self.stages]
         if self.tail is not None:
             sizes += [] if self.tail.coarse is None else [len(self.tail.coarse)]
@@ -73,7 +73,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """By which IDs and a tokenizer know that they belong together."""
+        """A digest of the parts, which tells whether IDs and a tokenizer belong together."""
         digest = hashlib.sha256(f"{self.normalise}".encode())
         for stage in self.stages:
             digest.update(f"{tuple(stage.shape)}".encode() + stage.numpy().tobytes())
@@ -86,7 +86,7 @@ class Tokenizer:
         return torch.cat([self._tokens(part)[0] for part in self._parts(x)])
 
     def decode(self, tokens: Int64[Tensor, "N m"]) -> Float[Tensor, "N n"]:
-        """The vectors that tokens stand for."""
+        """The vectors that tokens decode to."""
         if tokens.ndim != 2 or tokens.shape[1] != len(self.sizes):
             raise ValueError(
                 f"tokens must have shape (N, {len(self.sizes)}), but got {tuple(tokens.shape)}"
@@ -104,13 +104,13 @@ class Tokenizer:
         return x
 
     def distortion(self, x: Any) -> float:
-        """The mean squared error of vectors (N, n), normalised ones where it is for cosine."""
+        """The mean squared error of vectors (N, n), normalised first for cosine."""
         x = as_vectors(x)
         total = sum(float(self._tokens(part)[1]) for part in self._parts(x))
         return total / len(x)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, whole or not at all."""
+        """Write a safetensors file, atomically."""
         tensors = {f"stage{at}": stage for at, stage in enumerate(self.stages)}
         about: dict[str, Any] = {"stages": len(self.stages), "normalise": self.normalise}
         if self.tail is not None:
@@ -121,7 +121,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read what `save` wrote, or a quantizer, whose codes are the tokens."""
+        """Load a file that `save` wrote, or a quantizer, whose codes are the tokens."""
         if files.read_header(path).kind == KIND:
             return cls((), load(path))
         contents = files.load(path, TOKENIZER)
@@ -146,7 +146,7 @@ class Tokenizer:
             at += len(part)
 
     def _tokens(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of some vectors, and the sum of their squared errors."""
+        """The tokens of a slice of vectors, and the sum of their squared errors."""
         found = []
         for stage in self.stages:
             token = assign_lists(part, stage)
@@ -173,19 +173,19 @@ def fit(
     sample: int | None = SAMPLE,
     callback: Callable[[Progress], None] | None = None,
 ) -> Tokenizer:
-    """Learn a tokenizer of vectors (N, n): len(stages) + subspaces tokens an item.
+    """Learn a tokenizer for vectors (N, n), with len(stages) + subspaces tokens an item.
 
     Args:
         x: vectors in any form that `givens.fit` takes.
         subspaces: tokens of the product tail; must divide n. 0 for residual stages alone.
         codewords: different tokens at each place of the tail, 2 to 256.
         stages: different tokens of each residual stage before the tail.
-        method: how the tail's rotation is learned, as in `givens.fit`; "gcd-greedy" unless given.
-            Not for residual stages alone, which a rotation does not change.
-        metric: "l2", or "cosine", for which vectors are normalised.
-        seed: of everything that is drawn.
-        sample: how many vectors to look at, which are then in memory; 0 for all.
-        callback: told of every pass over the tail.
+        method: how the tail's rotation is learned, as in `givens.fit`; "gcd-greedy" by default. Not
+            allowed with subspaces=0, where a rotation changes nothing.
+        metric: "l2", or "cosine", which normalises vectors.
+        seed: for all random draws.
+        sample: number of vectors to learn from, which are held in memory; 0 for all.
+        callback: called after every pass over the tail.
     """
     if metric not in ("l2", "cosine"):
         raise ValueError(f"metric must be 'l2' or 'cosine', but got {metric!r}")
@@ -218,15 +218,15 @@ def fit(
 
 @dataclass(frozen=True, eq=False)
 class Ids:
-    """What items are called, and the tokens of each."""
+    """The names of items, and the tokens of each."""
 
     names: Names
-    """(N,), all different: strings, or positions."""
+    """(N,), strings or positions, all different."""
     tokens: Integers
     """(N, m)."""
 
     def __post_init__(self) -> None:
-        """Refuse what does not name every row once."""
+        """Check that every row has a name of its own."""
         if self.names.shape != self.tokens.shape[:1] or self.tokens.ndim != 2:
             raise ValueError(
                 f"names must be {self.tokens.shape[:1]}, one for each row of tokens, "
@@ -252,7 +252,7 @@ class Ids:
 
     @classmethod
     def load(cls, path: str | Path) -> "Ids":
-        """Read what `save` wrote."""
+        """Load a file that `save` wrote."""
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
@@ -272,7 +272,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class Churn:
-    """How the IDs of items differ from those they had."""
+    """How IDs differ from earlier ones."""
 
     kept: int
     changed: int
@@ -281,13 +281,13 @@ class Churn:
 
     @property
     def rate(self) -> float:
-        """The part of the items known before whose ID is another one now."""
+        """The share of the earlier items whose ID has changed."""
         return self.changed / max(self.kept + self.changed, 1)
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """IDs, and what came of those before."""
+    """IDs, and how they differ from the earlier ones."""
 
     ids: Ids
     churn: Churn | None
@@ -300,16 +300,16 @@ def assign(
     further: bool = False,
     previous: Ids | None = None,
 ) -> Assigned:
-    """IDs from the codes of items, with one further token on request so that all differ.
+    """Make IDs from the codes of items, optionally with one further token that makes them unique.
 
-    The further token counts the items of the same codes from 0. An item whose codes are those it
-    had before keeps its whole ID; none that an item had before goes to another one.
+    The further token numbers the items with the same codes from 0. An item whose codes have not
+    changed keeps its ID, and no ID passes from one item to another.
 
     Args:
         codes: (N, m), from `Tokenizer.encode`.
-        names: of the items, all different; their positions unless given.
-        further: whether items of the same codes are told apart.
-        previous: the IDs of before, by the same tokenizer.
+        names: of the items, all different; positions by default.
+        further: whether to add the further token.
+        previous: earlier IDs, by the same tokenizer.
     """
     fresh = codes.numpy().astype(np.int64)
     N, m = fresh.shape
@@ -343,24 +343,24 @@ def assign(
 
 @dataclass(frozen=True)
 class Report:
-    """How good IDs are: how many share one, and how evenly tokens are used."""
+    """The quality of IDs: how many items share one, and how evenly tokens are used."""
 
     colliding: float
-    """The part of the items whose codes another item has too."""
+    """The share of items whose codes another item has too."""
     distinct: int
     """Different codes."""
     largest: int
-    """Items that share the most common one."""
+    """The number of items with the most common codes."""
     perplexity: list[float]
-    """At each place: as many tokens, used alike, would be as uncertain."""
+    """At each place: e^entropy of the tokens; their number if all are used equally."""
     used: list[int]
-    """At each place: tokens that some item has."""
+    """At each place: how many tokens are in use."""
     imbalance: list[float]
-    """At each place: 1 where all tokens are used alike, as many as there are where one is."""
+    """At each place: 1 if all tokens are used equally, their number if only one is."""
 
 
 def report(codes: Int64[Tensor, "N m"], sizes: Sequence[int]) -> Report:
-    """What there is to say of codes, of so many different tokens at each place."""
+    """Measure codes (N, m); `sizes` has the number of tokens at each place."""
     _, counts = np.unique(codes.numpy(), axis=0, return_counts=True)
     perplexity, used, imbalance = [], [], []
     for column, size in zip(codes.T, sizes, strict=True):
@@ -382,9 +382,9 @@ def report(codes: Int64[Tensor, "N m"], sizes: Sequence[int]) -> Report:
 def _numbers(
     codes: Integers, held: Integers | None = None, before: Integers | None = None
 ) -> Integers:
-    """A number for each item that no other item of its codes has, nor had before.
+    """A number for each item that no other item with the same codes has, or had before.
 
-    Where `held` is not negative it is that.
+    Where `held` is not negative, it is kept.
     """
     N, m = codes.shape
     known = codes if before is None else np.concatenate([codes, before[:, :m]])

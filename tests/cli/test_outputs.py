@@ -220,7 +220,7 @@ def test_ids_that_are_an_archive_are_refused(here):
     np.savez("ids.npz", ids=np.arange(N))
     Path("ids.npz").rename("archive.npy")
     done = main_in_process([*BUILD, "archive.npy"])
-    assert done.error == "givens: archive.npy is not a whole .npy file of numbers\n"
+    assert done.error == "givens: archive.npy is not a complete .npy file of numbers\n"
 
 
 def test_the_record_of_an_index_is_sealed(here):

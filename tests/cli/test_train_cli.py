@@ -6,6 +6,8 @@ import sys
 import typing
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from test_cli import invoke, main_in_process, names
@@ -22,6 +24,41 @@ def clicks(tmp_path):
     lines = [f"{user} {item}\n" for user in range(100) for item in items[user]]
     (tmp_path / "clicks.txt").write_text("".join(lines))
     return tmp_path
+
+
+def test_train_streams_a_folder_of_parquet_files(clicks, monkeypatch):
+    monkeypatch.chdir(clicks)
+    user, item = np.loadtxt("clicks.txt", np.int64).T
+    table = {"user_id": pa.array(np.char.add("u", user.astype(str))), "movieId": item}
+    (clicks / "log").mkdir()
+    pq.write_table(pa.table(table), "log/a.parquet", row_group_size=300)
+    told = invoke("train", "-o", "run", "--data", "log", *TRAIN.split())
+    assert "log: 2,000 clicks of 100 users on 60 items; 20 users held out" in told
+    assert "streamed from 1 files in 7 row groups" in told
+    assert "sorted" not in told
+    assert (clicks / "run" / "items.txt").read_text().split() == [*map(str, range(60))]
+    # Gone on with after a file was touched: the same rows, and said so.
+    (clicks / "log" / "a.parquet").touch()
+    told = invoke("train", "-o", "run", "--data", "log", *TRAIN.split(), "--resume")
+    assert "a.parquet has changed since run/log.safetensors was written" in told
+    # Of other rows, it is no longer the same run.
+    pq.write_table(pa.table({**table, "movieId": item[::-1]}), "log/a.parquet")
+    done = main_in_process(["train", "-o", "run", "--data", "log", *TRAIN.split(), "--resume"])
+    assert "checkpoint.safetensors was made from another log than log" in done.error
+    # By time, as most logs come.
+    order = np.argsort(np.arange(2000) % 20, kind="stable")
+    pq.write_table(pa.table(table).take(order), "log/a.parquet")
+    told = invoke("train", "-o", "hashed", "--data", "log", *TRAIN.split(), "--hash-items", 50)
+    assert "its 2,000 rows are sorted into hashed/log" in told
+    assert "on 50 rows that items share by a hash" in told
+    assert "items.txt" not in told
+    config = json.loads((clicks / "hashed" / "config.json").read_text())
+    assert config["configuration"]["hash_items"] == 50
+    assert not (clicks / "hashed" / "items.txt").exists()
+    # Nothing is written among the files that are read.
+    done = main_in_process(["train", "-o", "log", "--data", "log", *TRAIN.split()])
+    assert "--output must not be log" in done.error
+    assert [*names(clicks / "log")] == ["a.parquet"]
 
 
 def test_train_leaves_a_run_that_other_commands_read(clicks, monkeypatch):

@@ -53,7 +53,7 @@ def test_every_method_keeps_to_the_bytes_and_finds_neighbours(metric, x, queries
             if one.budget > 8 or metric != SLOW[one.method]:
                 continue
             one = dataclasses.replace(one, sample=300)
-        rows = run.measured(one, data, truth, by, options)
+        rows = run.measure(one, data, truth, by, options)
         for row in rows:
             assert row["bytes"] - (8 if one.form == "ivf" else 0) <= one.budget, one
             # Of 2,000, chance would find 10 in 20,000; 20 bits and more find some.
@@ -74,7 +74,7 @@ def test_a_row_is_what_it_says(x, queries, quick):
     data = run.split(x, queries, SMALL)
     truth = ground_truth(data.base, data.queries, run.K).numpy()
     (one,) = [c for c in contenders(n, [8], 8, "l2") if c.method == "pq"]
-    (row,) = run.measured(one, data, truth, "l2", SMALL)
+    (row,) = run.measure(one, data, truth, "l2", SMALL)
     index = faiss.index_factory(n, "PQ8x8np")
     index.pq.cp.min_points_per_centroid = 1
     index.train(data.train)
@@ -130,7 +130,7 @@ FEW = dataclasses.replace(SMALL, methods=("pq", "sq8"))
 
 def test_a_run_that_was_stopped_goes_on(x, queries, tmp_path, monkeypatch, quick):
     path, begun = tmp_path / "rows.json", []
-    original = run.measured
+    original = run.measure
 
     def stopped(one, *rest):
         begun.append((one.method, one.budget))
@@ -138,7 +138,7 @@ def test_a_run_that_was_stopped_goes_on(x, queries, tmp_path, monkeypatch, quick
             raise KeyboardInterrupt
         return original(one, *rest)
 
-    monkeypatch.setattr(run, "measured", stopped)
+    monkeypatch.setattr(run, "measure", stopped)
     with pytest.raises(KeyboardInterrupt):
         run.compare(x, path, FEW, queries=queries)
     first = json.loads(path.read_text())["rows"]
@@ -163,13 +163,13 @@ def test_what_does_not_fit_into_the_time_is_told(x, queries, tmp_path, monkeypat
     """The clock is ours: each contender takes 50 s, or what growth makes of it."""
     now = [0.0]
     monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
-    original = run.measured
+    original = run.measure
 
     def slow(one, *rest):
         now[0] += 50
         return [{**row, "seconds": 50} for row in original(one, *rest)]
 
-    monkeypatch.setattr(run, "measured", slow)
+    monkeypatch.setattr(run, "measure", slow)
     options = dataclasses.replace(FEW, minutes=2.0)
     result = run.compare(x, tmp_path / "rows.json", options, queries=queries)
     # pq at 6 bytes takes 50 s, so that 13 take 108 s, and 70 are left; sq8 is begun unknown.

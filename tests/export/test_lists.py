@@ -147,9 +147,9 @@ DAMAGE = {
     "negative size": (lambda f: forge(f, sizes=sizes(-5, 105, 0, 0, 0)), "not have 100 vectors"),
     "overflow": (lambda f: forge(f, sizes=sizes(*[1 << 62] * 4, 100)), "not have 100 vectors"),
     "too few": (lambda f: forge(f, sizes=sizes(99, 0, 0, 0, 0)), "do not have 100 vectors"),
-    "more lists": (lambda f: forge(f, sizes=sizes(100, 0, 0, 0, 0, 0)), "is of another quantizer"),
+    "more lists": (lambda f: forge(f, sizes=sizes(100, 0, 0, 0, 0, 0)), "to another quantizer"),
     "short": (lambda f: forge(f, lists=torch.zeros(99, dtype=torch.uint8)), "not have 100 vectors"),
-    "other quantizer": (lambda f: forge(f, fingerprint="0"), "is of another quantizer"),
+    "other quantizer": (lambda f: forge(f, fingerprint="0"), "to another quantizer"),
 }
 
 

@@ -95,7 +95,7 @@ def wrong(what):
         q,
         x,
         *{
-            "some": (after, x[:9], NAMES[:9], "vectors must be of all items .* got 9 for 600"),
+            "some": (after, x[:9], NAMES[:9], "vectors must have all items .* got 9 for 600"),
             "unknown": (q, x[:2], [NAMES[0], 6007], "but 6007 is not; add new items by"),
             "twice": (q, x[:2], NAMES[[4, 4]], "ids must be 2 different integers"),
             "length": (q, x, NAMES[:5], r"ids must be 600 .* shape \(5,\)"),

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,20 +44,40 @@ def cluster():
     ray.shutdown()
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def small():
     """Ten shards of a few vectors."""
-    monkeypatch.setattr("givens.export.source.BUFFER", n * ROWS)
-    monkeypatch.setattr(shards, "ROWS", ROWS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("givens.export.source.BUFFER", n * ROWS)
+        patch.setattr(shards, "ROWS", ROWS)
+        yield
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(original, tmp_path, monkeypatch):
+    """A copy of the original, to work in."""
+    return enter_copy(original, tmp_path, monkeypatch)
+
+
+def enter_copy(source, target, monkeypatch):
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    monkeypatch.chdir(target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def original(small, tmp_path_factory):
     """Vectors as one file and as files of three formats, a quantizer and its index."""
+    path = tmp_path_factory.mktemp("original")
+    with contextlib.chdir(path):
+        write_original()
+    return path
+
+
+def write_original():
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    monkeypatch.chdir(tmp_path)
     generator = np.random.default_rng(0)
     x = generator.standard_normal((N, n)).astype(np.float32) * np.linspace(2, 0.3, n, dtype="f")
     np.save("x.npy", x)
@@ -70,7 +91,6 @@ def folder(tmp_path, monkeypatch):
     q = make(x)
     q.save("q.safetensors")
     invoke("build", "q.safetensors", "x.npy", "-o", "one.faiss")
-    return tmp_path
 
 
 def make(x, K=200):
@@ -352,8 +372,22 @@ def test_a_full_disk_leaves_no_index(folder):
     assert same("two.faiss")
 
 
+@pytest.fixture(scope="module")
+def spoiled(original, tmp_path_factory):
+    """The original, with vectors and shards that are damaged."""
+    path = tmp_path_factory.mktemp("spoiled")
+    shutil.copytree(original, path, dirs_exist_ok=True)
+    with contextlib.chdir(path):
+        spoil()
+    return path
+
+
 @pytest.fixture
-def bad(folder):
+def bad(spoiled, tmp_path, monkeypatch):
+    return enter_copy(spoiled, tmp_path, monkeypatch)
+
+
+def spoil():
     x = np.load("x.npy")
     for name in ("narrow", "cut", "nan", "empty", "mixed"):
         Path(name).mkdir()
@@ -376,14 +410,13 @@ def bad(folder):
     Path("damaged", first).write_bytes(raw)
     Path("unfinished/manifest.json").unlink()
     Path("strange/manifest.json").write_text("{}")
-    return folder
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["build", "q", "narrow"], "narrow/b.npy must have vectors of 16 dimensions, but has 5"),
-        (["build", "q", "cut"], "cut/b.npy is not a whole .npy file"),
+        (["build", "q", "cut"], "cut/b.npy is not a complete .npy file"),
         (["build", "q", "x", "none.npy"], "there is no file none.npy"),
         (["build", "q", "x", "none/"], "none"),
         (["build", "q", "nan"], "row 10321 has NaN"),
@@ -400,12 +433,12 @@ def bad(folder):
         (["build", "q", "x", "-o", "x.npy"], "x.npy must be a folder for shards, but is a file"),
         (["build", "q", "x", "-o", "x"], "--output must not be x, which is read"),
         (["build", "q", "x", "-o", "no/parts"], "there is no folder"),
-        (["search", "missing", "queries.npy"], "missing is not whole: 00000-"),
+        (["search", "missing", "queries.npy"], "missing is incomplete: 00000-"),
         (["search", "damaged", "queries.npy"], "damaged is damaged: 00000-"),
         (["search", "unfinished", "queries.npy"], "unfinished holds no finished index: there is"),
         (["search", "strange", "queries.npy"], "strange is damaged: manifest.json is not"),
         (["search", "x", "queries.npy"], "x holds no finished index"),
-        (["evaluate", "missing", "queries.npy", "--groundtruth", "n.npy"], "missing is not whole"),
+        (["evaluate", "missing", "queries.npy", "--groundtruth", "n.npy"], "missing is incomplete"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_no_index(bad, cluster, arguments, message):

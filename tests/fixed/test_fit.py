@@ -237,7 +237,7 @@ BAD = [
     (broken(float("inf")), {"sample": 2999}, "x must be finite, but row 17 has NaN"),
     (data(), {"subspaces": 5}, "dim must be divisible by subspaces, but got dim=16, subspaces=5"),
     (data(), {"subspaces": 0}, "subspaces must be at least 1, but got subspaces=0"),
-    (data(), {"subspaces": 5}, "subspaces=5; it is by 1, 2, 4, 8, 16$"),
+    (data(), {"subspaces": 5}, "subspaces=5; its divisors are 1, 2, 4, 8, 16$"),
     (data()[0], {}, r"x must have shape \(N, n\), but got \(16,\)"),
     (data(), {"codewords": 257}, "codewords must be in 2..256, but got codewords=257"),
     (data(), {"codewords": 1}, "codewords must be in 2..256"),
@@ -289,7 +289,7 @@ def test_old_calls_work_and_name_the_new_one():
     new = fit(x, D, codewords=8, coarse=2, max_iter=2, tol=0.5)
     with pytest.warns(DeprecationWarning, match="call fit with codewords=8, coarse=2, max_iter=2:"):
         old = fit(x, D, 8, 2, iterations=2, tol=0.5)
-    with pytest.warns(DeprecationWarning, match="call fit with tol=0.5: it takes keywords by"):
+    with pytest.warns(DeprecationWarning, match="call fit with tol=0.5: the earlier"):
         again = fit(x, D, codewords=8, coarse=2, max_iter=2, tolerance=0.5)
     assert old.fingerprint == again.fingerprint == new.fingerprint
     refused = pytest.raises(TypeError, match="positional argument")

@@ -10,11 +10,13 @@ import pytest
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
 SCRIPT = """
+import dataclasses
 import sys
 
 sys.path.insert(0, sys.argv[1])
 import oracles
 import torch
+from triton.runtime import interpreter
 
 import givens
 from givens import optim
@@ -23,6 +25,22 @@ from givens.layer import straight_through
 from givens.kernels.gpu import grid, matching, nearest, planes, straight, turning
 from givens.kernels.gpu import step as gpu
 from givens.options import options_for
+
+# Half of the interpreter's time goes into a check of integer overflow, whose result is dropped
+# outside of debug mode, and into patching triton.language at each call of a device function.
+builder = interpreter.interpreter_builder
+builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+patched = set()
+
+
+def call(self, *args, **options):
+    if (module := self.fn.__module__) not in patched:
+        patched.add(module)
+        interpreter._patch_lang(self.fn)
+    return self.rewrite()(*args, **options)
+
+
+interpreter.InterpretedFunction.__call__ = call
 
 # Small enough that the rounds of the whole grid run too, and not only the last in registers.
 # Words of few bits: a draw seldom falls outside, and the interpreter is slow.

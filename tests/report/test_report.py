@@ -368,9 +368,9 @@ def test_runs_of_one_method_are_told_apart(folder, tmp_path):
         ("config.json", "[1]", r"config\.json is damaged"),
         ("config.json", "[" * 100_000, r"config\.json is damaged"),
         ("config.json", b"\xff", r"config\.json is damaged: it is not text in UTF-8"),
-        ("config.json", '{"seed": 0}', "does not hold a run that is whole: 'configuration' is"),
+        ("config.json", '{"seed": 0}', "does not hold a complete run: 'configuration' is"),
         ("metrics.jsonl", '{"step": 1\n', r"metrics\.jsonl is damaged"),
-        ("results.json", '{"index": {}}', "does not hold a run that is whole"),
+        ("results.json", '{"index": {}}', "does not hold a complete run"),
         ("users.safetensors", None, r"has results but no users\.safetensors; train it again"),
         ("index.faiss", None, r"has results but no index\.faiss"),
         ("index.faiss", "x", r"index\.faiss is not as index\.faiss\.json says"),
@@ -521,7 +521,7 @@ def test_parts_that_do_not_go_together_are_refused(folder, tmp_path, name, chang
         key: part for key, part in {**contents.tensors, **change}.items() if part is not None
     }
     files.save(path, kind, tensors, contents.metadata)
-    with pytest.raises(ValueError, match=f"run are of no one run: .*({message})"):
+    with pytest.raises(ValueError, match=f"run are not of the same run: .*({message})"):
         write_report([tmp_path / "run"], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
 

@@ -412,7 +412,7 @@ def bad_files(folder):
         ("inf.dat", "must have finite times, but row 0 has inf"),
         ("damaged.json.gz", "damaged.json.gz is damaged: it cannot be decompressed"),
         ("plain.json.gz", "plain.json.gz is damaged: it cannot be decompressed"),
-        ("log.parquet", "is of no known layout"),
+        ("log.parquet", "log.parquet is empty"),
         ("empty.txt", "is empty"),
         ("lonely.txt", "cannot be learned: every item of the 2 held-out users"),
         ("again.txt", "cannot be tested: none of the 2 held-out users has an item in the second"),

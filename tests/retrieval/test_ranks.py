@@ -8,9 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import faiss
 import numpy as np
 import pytest
+import torch
 
+from givens import load
+from givens.export.faiss import load_index
+from givens.export.refresh import refresh
+from givens.retrieval import checkpoint
 from givens.retrieval.config import Config
 from givens.retrieval.data import click_log
 from givens.retrieval.train import train
@@ -34,7 +40,7 @@ def start(script, world, *arguments):
 
 def finish(processes):
     """Wait for all of them; one that waits for ever, for another that failed, is ended."""
-    until, told = time.monotonic() + 240, []
+    until, told = time.monotonic() + 600, []
     for process in processes:
         try:
             _, errors = process.communicate(timeout=max(until - time.monotonic(), 0))
@@ -75,8 +81,14 @@ class Watched(Trainer):
         if len(losses) > 40:
             return
         state = self.state
-        parts = [state.layer.rotation.matrix, state.layer.codebooks, *state.towers.parameters()]
+        towers = [part for name, part in state.parts().items() if name.startswith("towers.")]
+        parts = [state.layer.rotation.matrix, state.layer.codebooks, *towers]
         distributed.check_same(f"step {state.step}", parts, "")
+        # Of split tables, and of what is kept of their rows, a rank has its part.
+        held = {len(column) for column in state.columns().values()}
+        split = self.state.log.catalogue > states.LARGE
+        if held != ({len(range(400)[distributed.rows(400)])} if split else set()):
+            sys.exit(f"rank {rank} has {held} rows")
 
 
 module.Trainer = Watched
@@ -99,6 +111,10 @@ runs = {
     "jpq": {"steps": 20, "method": "jpq", "coarse": 8, "negatives": 101},
     "pogo": {"steps": 20, "method": "pogo"},
     "many items": {"steps": 20, "negatives": 101},
+    "many items, lists": {"steps": 10, "negatives": 101, "coarse": 8, "fixed_items": True},
+    "many items, post-hoc": {"method": "post-hoc", "steps": 0, "negatives": 101, "pool": "mean"},
+    "many items, to the end": {"warmup": 150, "steps": 50, "dim": 32, "subspaces": 8,
+                               "codewords": 64, "batch": 256, "every": 50, "negatives": 101},
     "whole": {"warmup": 150, "steps": 50, "dim": 32, "subspaces": 8, "codewords": 64,
               "batch": 256, "every": 50},
 }
@@ -106,7 +122,7 @@ told = {}
 for name, options in runs.items():
     losses, lines = [], []
     config = dataclasses.replace(SMALL, **options)
-    states.LARGE = 100 if name == "many items" else 10_000
+    states.LARGE = 100 if name.startswith("many items") else 10_000
     # What the first steps with the index do is seen best without others before them.
     known = untrained if 0 < config.steps == 20 else None
     folder = Path(output) / f"{world} {name}"
@@ -181,8 +197,8 @@ def test_four_ranks_are_one(told):
     assert one.keys() == four.keys()
     for name in one:
         losses = [np.array(those[name]["losses"]) for those in (one, four)]
-        assert losses[0].shape == losses[1].shape
-        assert len(losses[0]) >= 20
+        assert losses[0].shape == losses[1].shape, name
+        assert len(losses[0]) >= 20, name
         np.testing.assert_allclose(losses[1][:20], losses[0][:20], 1e-5, 1e-7, err_msg=name)
         rows = [[dict(row) for row in those[name]["rows"]] for those in (one, four)]
         assert [r["step"] for r in rows[0]] == [r["step"] for r in rows[1]]
@@ -191,37 +207,59 @@ def test_four_ranks_are_one(told):
         assert used[1] == pytest.approx(used[0], rel=0.02), name
 
 
-def test_four_ranks_end_where_one_does(told):
+@pytest.mark.parametrize("name", ["whole", "many items, to the end"])
+def test_four_ranks_end_where_one_does(told, name):
     _, one, four = told
     for kind in ("index", "decoded", "full"):
-        ends = [those["whole"]["results"][kind]["recall@100"] for those in (one, four)]
+        ends = [those[name]["results"][kind]["recall@100"] for those in (one, four)]
         assert ends[1] == pytest.approx(ends[0], abs=0.01)
-    ends = [those["whole"]["results"]["distortion"] for those in (one, four)]
+    ends = [those[name]["results"]["distortion"] for those in (one, four)]
     assert ends[1] == pytest.approx(ends[0], rel=0.02)
-    assert one["whole"]["results"]["index"]["recall@100"] > 0.3
+    assert one[name]["results"]["index"]["recall@100"] > 0.3
 
 
 def test_one_rank_writes(told):
     folder, one, four = told
     for name in one:
         files_of = [
-            {str(path.relative_to(top)) for path in top.rglob("*") if "tfevents" not in path.name}
+            {
+                str(path.relative_to(top))
+                for path in top.rglob("*")
+                if "tfevents" not in path.name and path.suffix != ".rows"
+            }
             for top in (folder / f"1 {name}", folder / f"4 {name}")
         ]
         assert files_of[0] == files_of[1]
+        # All ranks write rows, at the last step and the best one.
+        rows = [len(list((folder / f"{world} {name}").rglob("*.rows"))) for world in (1, 4)]
+        assert rows[1] == 4 * rows[0]
+        assert (rows[0] > 0) == name.startswith("many items")
         assert len(list((folder / f"4 {name}" / "tensorboard").iterdir())) == 1
         rows = (folder / f"4 {name}" / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(row) for row in rows] == four[name]["rows"]
 
 
-def test_a_checkpoint_of_ranks_is_one_of_any_number(told):
+@pytest.mark.parametrize("name", ["whole", "many items", "many items, lists"])
+def test_a_checkpoint_of_ranks_is_one_of_any_number(told, name, monkeypatch):
     """What four ranks left is gone on from by one, in the test's own process."""
     folder, _, four = told
+    monkeypatch.setattr("givens.retrieval.state.LARGE", 10_000 if name == "whole" else 100)
     log = click_log(1000, 400, 20_000, drift=0.0)
-    config = files.load(folder / "4 whole" / "checkpoint.safetensors", "checkpoint").metadata
-    done = train(log, Config(**config["config"]), folder / "4 whole", resume=True)
-    assert done.rows == four["whole"]["rows"]
-    assert done.results["index"] == pytest.approx(four["whole"]["results"]["index"])
+    run = folder / f"4 {name}"
+    config = files.load(run / "checkpoint.safetensors", "checkpoint").metadata
+    found = load_index(run / "index.faiss").index
+    # Refreshed from the rows of the ranks, which are never together in memory.
+    items = checkpoint.open_items(run / "towers.safetensors")
+    assert len(refresh(found, load(run / "quantizer.safetensors"), items)) == 0
+    index = faiss.serialize_index(found)
+    done = train(log, Config(**config["config"]), run, resume=True)
+    assert done.rows == four[name]["rows"]
+    assert done.results["index"] == pytest.approx(four[name]["results"]["index"])
+    # The index that four ranks put together is the one that one rank makes of all items.
+    again = faiss.serialize_index(load_index(run / "index.faiss").index)
+    np.testing.assert_array_equal(index, again)
+    towers = checkpoint.load_towers(run / "towers.safetensors")
+    assert torch.equal(towers["towers.items.weight"], done.towers.items.weight)
 
 
 def torchrun(world, *arguments, restarts=0):

@@ -128,8 +128,8 @@ HUGE = {"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
             "fit",
         ),
         (sealed(HUGE, ABOUT), "bytes of tensors instead of"),
-        (sealed({"a": {**HUGE["a"], "shape": [3] * 9}}, ABOUT), "does not fit its place"),
-        (sealed({"a": {**HUGE["a"], "shape": [-1, -4]}}, ABOUT), "does not fit its place"),
+        (sealed({"a": {**HUGE["a"], "shape": [3] * 9}}, ABOUT), "does not fit its shape"),
+        (sealed({"a": {**HUGE["a"], "shape": [-1, -4]}}, ABOUT), "does not fit its shape"),
         (sealed({"a": {**HUGE["a"], "shape": 3}}, ABOUT), "header is damaged"),
         (sealed({"a": {**HUGE["a"], "dtype": "F8"}}, ABOUT), "header is damaged"),
         (

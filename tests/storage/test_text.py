@@ -97,7 +97,7 @@ def test_a_damaged_archive_is_refused(tmp_path):
     raw = gzip.compress(lines().encode())
     for name, part in (("cut", raw[:-20]), ("none", b"the 1 2\n" * 9)):
         (tmp_path / f"{name}.vec.gz").write_bytes(part)
-        with pytest.raises(ValueError, match=r"is not a whole \.gz file"):
+        with pytest.raises(ValueError, match=r"is not a complete \.gz file"):
             vectors.read(tmp_path / f"{name}.vec.gz")
 
 

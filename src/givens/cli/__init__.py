@@ -52,13 +52,13 @@ for command in COMMANDS:
     app.command()(command)
 app.add_typer(paper)
 
-# Why ranks end when one is lost: each sees it in another way, or is stopped by torchrun.
+# The message when a rank is lost: each rank sees another error, or is stopped by torchrun.
 LOST = "lost"
 
-# Commands that keep their state.
+# Commands that save their state and can continue.
 RESUMED = {"fit", "train"}
 
-# Seconds that an interrupted command has to let go of the output.
+# Seconds to wait until an interrupted command releases the output.
 FLUSHING = 1.0
 
 
@@ -74,22 +74,22 @@ def options(
         False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
     ),
 ) -> None:
-    """Options that come before the subcommand."""
+    """Options before the subcommand."""
 
 
-# Seconds between two looks at who hears the signals.
+# Seconds between two checks of the signal handlers.
 TAKEN_BACK = 0.2
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, or a request to end; its argument is the number of the signal."""
+    """Ctrl-C or SIGTERM; its argument is the number of the signal."""
 
 
 def main() -> None:
-    """Run the command line; what the user can put right is one line on stderr.
+    """Run the command line; an error that the user can fix is one line on stderr.
 
-    The command runs in a thread of its own and this one waits for it, so that an interrupt is
-    raised here: never inside an import, a destructor or a callback, where Python would lose it.
+    The command runs in a thread of its own while this one waits, so that an interrupt is raised
+    here, and not inside an import, a destructor or a callback, where Python would lose it.
     """
     outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     command = threading.Thread(target=_run, args=(outcome,), daemon=True)
@@ -101,7 +101,7 @@ def main() -> None:
         if error is not None:
             raise error
     except Interrupted as error:
-        # The command may still be running, until the process ends.
+        # The command may still run until the process ends.
         files.remove_unfinished(for_good=command.is_alive())
         out.undo()
         again = "run the same command again"
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def _run(outcome: queue.SimpleQueue[BaseException | None]) -> None:
-    """Run the command of `sys.argv`, and hand over the error that it ended with."""
+    """Run the command in `sys.argv`, and hand over its error, if any."""
     try:
         app()
     except BaseException as error:
@@ -133,10 +133,10 @@ def _run(outcome: queue.SimpleQueue[BaseException | None]) -> None:
 
 
 def _wait_for(outcome: queue.SimpleQueue[BaseException | None]) -> BaseException | None:
-    """The error that the command ends with, if any.
+    """Wait for the command; returns its error, if any.
 
-    A package may take the signals for itself: Ray writes a stack trace for SIGTERM. They are taken
-    back.
+    If a package replaces the signal handlers (Ray writes a stack trace for SIGTERM), ours are
+    restored.
     """
     while True:
         try:
@@ -151,13 +151,13 @@ def _handle_signals(handler: Any) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    # Once: torchrun sends what a terminal has sent to its ranks again.
+    # Only once: torchrun forwards to its ranks a signal that the terminal has already sent them.
     _handle_signals(signal.SIG_IGN)
     raise Interrupted(number)
 
 
 def _exit_at_once(code: int) -> None:
-    """End the process beside a command that is still running, which may hold the output."""
+    """End the process while the command may still run and hold the output."""
     flush = threading.Thread(target=sys.stdout.flush, daemon=True)
     flush.start()
     flush.join(FLUSHING)
@@ -167,7 +167,7 @@ def _exit_at_once(code: int) -> None:
 def _fail(
     message: str, code: int = 1, what: str = "", leave: Callable[[int], None] | None = None
 ) -> None:
-    """End with a line on stderr; of ranks that end for one reason, one writes it."""
+    """Exit with one line on stderr; of ranks that fail for the same reason, only one writes it."""
     if distributed.is_told(what or message):
         os._exit(code)
     typer.echo(f"givens: {' '.join(message.split())}", err=True)

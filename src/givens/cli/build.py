@@ -1,4 +1,4 @@
-"""`givens build`: codes of all vectors, in an index that Faiss serves."""
+"""`givens build`: encode all vectors into an index that Faiss serves."""
 
 import shutil
 import time
@@ -127,12 +127,12 @@ def _build_shards(
     *,
     keep: bool,
 ) -> int:
-    """Shards in a folder, which is the index or is merged into it; the number of vectors."""
+    """Build shards in a folder, optionally merge them; returns the number of vectors."""
     from givens.export import shards
-    from givens.export.faiss import checked_ids
+    from givens.export.faiss import check_ids
     from givens.export.lists import centroids
 
-    # Refused before anything is made.
+    # Checked before anything is created.
     centroids(q)
     engine, address, workers = how
     encode: Any = shards.encode_here
@@ -143,7 +143,7 @@ def _build_shards(
         encode, options = encode_on_ray, {"address": address, "workers": workers}
     jobs = shards.plan(sources, q.dim)
     N = sum(job.rows for job in jobs)
-    ids = None if names is None else checked_ids(names, N)
+    ids = None if names is None else check_ids(names, N)
     folder = output if keep else output.with_name(output.name + ".parts")
     began = time.perf_counter()
     with shards.building(folder):
@@ -163,9 +163,9 @@ def _build_shards(
 
 
 def read_ids(path: str) -> Any:
-    """Integers from a file of shape (N,) or (N, 1)."""
+    """Read integers from a file of shape (N,) or (N, 1)."""
     if path.endswith(".npy") and Path(path).is_file():
-        # Of one axis, as vectors are not.
+        # One axis, so it is not a file of vectors.
         table = np.array(npy(Path(path)))
     else:
         table = vectors.read(path)[:]

@@ -1,4 +1,4 @@
-"""`givens compare`: every compression at equal bytes, on one's own vectors."""
+"""`givens compare`: all compressions at equal bytes, on your own vectors."""
 
 import time
 from pathlib import Path

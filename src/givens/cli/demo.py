@@ -1,4 +1,4 @@
-"""`givens demo`: an index learned with its towers, frozen and afterwards, in a few minutes."""
+"""`givens demo`: an index trained with its towers, with a frozen rotation, and post-hoc."""
 
 import dataclasses
 import time
@@ -15,12 +15,12 @@ from givens.retrieval.config import LABELS, Method, config_for
 from givens.retrieval.data import click_log
 from givens.storage import files
 
-# The built-in log, and how the runs differ from what `givens train` does with it: codes of 4 bits,
-# as small indexes have them, and R starts as the identity, so that learning it is all it gets.
+# The built-in log, and what differs from `givens train`: codes of 4 bits, as in small indexes, and
+# an identity start of R, so that the whole rotation is learned.
 LOG: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {"subspaces": 16, "codewords": 16, "start": "identity", "every": 50}
 METHODS: tuple[Method, ...] = ("frozen", "gcd", "post-hoc")
-# What the report takes, in parts of all steps.
+# The report's share of the progress bar, relative to all steps.
 REPORT = 0.05
 
 
@@ -80,7 +80,7 @@ def demo(
 
 
 def _show(runs: dict[str, Folder], full: int) -> None:
-    """The table: each run, and beside them the towers without an index and popularity alone."""
+    """Show the table: each run, the towers without an index, and popularity alone."""
     from rich.console import Console
     from rich.table import Table
 
@@ -101,13 +101,13 @@ def _show(runs: dict[str, Folder], full: int) -> None:
 
 
 class _SharedBar:
-    """One bar over the steps of all parts."""
+    """One progress bar over the steps of all parts."""
 
     def __init__(self, bar: out.Bar, total: float) -> None:
         self.bar, self.total, self.before = bar, int(total), 0
 
     def add_part(self, name: str, first: int, steps: int) -> Callable[[dict[str, Any]], None]:
-        """The next part, which counts its steps from `first`: what is to be told of each look."""
+        """Add the next part, whose steps start at `first`; returns its callback."""
         before = self.before
         self.before += steps
 

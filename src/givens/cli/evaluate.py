@@ -1,4 +1,4 @@
-"""`givens evaluate`: how much of the truth an index finds, and how fast."""
+"""`givens evaluate`: recall and speed of an index."""
 
 import os
 import time
@@ -16,7 +16,7 @@ from givens.storage import files, vectors
 
 KS = (1, 10, 100)
 LEAST_SECONDS, MOST_PASSES = 0.2, 10
-# The part of the most recall that is worth waiting for.
+# The share of the best recall that the recommended nprobe must reach.
 ENOUGH = 0.99
 PICTURE = "recall.png"
 
@@ -49,9 +49,9 @@ def evaluate(
 ) -> None:
     """Measure an index: recall@k, 1-recall@k, queries a second, bytes a vector.
 
-    recall@k is the part of the k true neighbours that is among the k found; 1-recall@k says how
-    often the nearest one is among them. An inverted file is measured at nprobe 1, 2, 4 and so on,
-    until recall no longer rises, and plotted in recall.png.
+    recall@k is the share of the k true neighbours among the k found; 1-recall@k is how often the
+    nearest one is among them. An inverted file is measured at nprobe 1, 2, 4 and so on, until
+    recall no longer rises, and plotted in recall.png.
 
     Example: givens evaluate index.faiss queries.fvecs --groundtruth groundtruth.ivecs
 
@@ -75,10 +75,10 @@ def evaluate(
     ks = [k for k in KS if k <= min(truth.shape[1], stored.index.ntotal)]
     check_queries(stored.index, Q, max(ks, default=1))
     for _ in batches(Q):
-        # Before the folder is made: queries that are not finite.
+        # Check that queries are finite before the folder is created.
         pass
     lists = inverted(stored.index)
-    # Before the work: a missing package, or a folder that cannot be written.
+    # Fail before the work if a package is missing or the folder cannot be written.
     pyplot = None if lists is None else out.import_pyplot()
     written = [output / "rows.json", *([] if pyplot is None else [output / PICTURE])]
     out.check_folder(output, ("rows.json", PICTURE), (index, queries, groundtruth, exact))
@@ -95,7 +95,7 @@ def evaluate(
         picture = [] if pyplot is None else [_plot(pyplot, rows, ks)]
         files.write_together(dict(zip(written, [files.json_bytes(about), *picture], strict=True)))
         if pyplot is None:
-            # Of another index, it would pass for this one's.
+            # A plot of another index would be mistaken for this one's.
             (output / PICTURE).unlink(missing_ok=True)
     for line in _format_table(rows, ks):
         typer.echo(line)
@@ -110,7 +110,7 @@ def evaluate(
 
 
 def _read_truth(groundtruth: str, queries: int) -> npt.NDArray[Any]:
-    """True neighbours from a file."""
+    """Read true neighbours from a file."""
     truth = vectors.read(groundtruth, "neighbors")[:]
     if len(truth) != queries or truth.dtype.kind not in "iu":
         raise ValueError(
@@ -130,7 +130,7 @@ def _read_truth(groundtruth: str, queries: int) -> npt.NDArray[Any]:
 
 
 def _find_exact(stored: Any, Q: Any, base: str, ids: str | None) -> npt.NDArray[Any]:
-    """True neighbours among the vectors of the index, found by the index's own metric."""
+    """Find the true neighbours among the index's vectors, by the index's metric."""
     from givens.export.faiss import metric_of
 
     original = vectors.read(base, "train")
@@ -152,7 +152,7 @@ def _find_exact(stored: Any, Q: Any, base: str, ids: str | None) -> npt.NDArray[
 def _sweep(
     index: Any, lists: Any, Q: Any, truth: Any, ks: list[int], threads: int, bar: out.Bar
 ) -> list[dict[str, Any]]:
-    """A row for each nprobe, until recall grows no more."""
+    """Measure a row for each nprobe, until recall no longer rises."""
     import faiss
 
     if threads:
@@ -183,7 +183,7 @@ def _sweep(
 
 
 def _search_timed(index: Any, Q: Any, k: int) -> tuple[npt.NDArray[Any], float]:
-    """All answers, and queries a second; a few queries are asked again until the clock can tell."""
+    """Search all queries; returns the results and queries a second. Few queries are repeated."""
     spent, passes = 0.0, 0
     while spent < LEAST_SECONDS and passes < MOST_PASSES:
         found = []

@@ -15,9 +15,9 @@ from givens.fixed.fit import fit as fit_quantizer
 from givens.quantizer import Metric, Quantizer, load
 from givens.storage import vectors
 
-# Vectors that the distortion is told of.
+# The most vectors to measure the distortion on.
 MEASURED = 100_000
-# Seconds between two savings of a long run's state.
+# Seconds between two checkpoints of a long run.
 SAVED_EVERY = 10
 
 
@@ -45,9 +45,9 @@ def fit(
 ) -> None:
     """Learn a rotation and codebooks for vectors.
 
-    Reads .npy, .fvecs, .bvecs, .ivecs, .hdf5, .parquet and .safetensors; one of several tables by
-    its name, as in glove.hdf5:train. A record is written beside the quantizer, OUTPUT.json. A run
-    of more than a few seconds keeps its state beside OUTPUT until it is done.
+    Reads .npy, .fvecs, .bvecs, .ivecs, .hdf5, .parquet and .safetensors; name one of several tables
+    as in glove.hdf5:train. A record, OUTPUT.json, is written beside the quantizer. A run of more
+    than a few seconds keeps its state beside OUTPUT until it is done.
 
     Example: givens fit learn.fvecs -o q.safetensors --subspaces 8 --coarse 1024
     """
@@ -121,7 +121,7 @@ def fit(
 
 
 def _name_part(output: Path, chosen: dict[str, Any]) -> Path:
-    """Where a run keeps its state until it is done: another configuration, another file."""
+    """The file of a run's state, which depends on the configuration."""
     digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
     return output.with_name(f"{output.name}.{digest}.part")
 
@@ -136,7 +136,7 @@ def _read_start(init: str) -> Init | Quantizer:
 
 
 def _measure(q: Quantizer, x: Any) -> tuple[float, float]:
-    """The distortion and the mean squared norm of the first vectors that are finite."""
+    """The distortion and the mean squared norm of the first finite vectors."""
     part = vectors.as_float(x[:MEASURED])
     part = part[part.isfinite().all(1)]
     if q.metric == "cosine":

@@ -23,8 +23,8 @@ def groundtruth(
 ) -> None:
     """Find the exact neighbours of queries, for `givens evaluate` to compare with.
 
-    Every query is compared with every vector; of two at the same distance the smaller id comes
-    first. Vectors are streamed. A record is written beside the ids, OUTPUT.json.
+    Every query is compared with every vector; ties go to the smaller id. Vectors are streamed. A
+    record, OUTPUT.json, is written beside the ids.
 
     Example: givens groundtruth base.fvecs queries.fvecs -o truth.npy
     """
@@ -36,7 +36,7 @@ def groundtruth(
     began = time.perf_counter()
     with out.progress("exact neighbours") as bar:
         bar.start(len(x) * len(Q))
-        # Vectors are read where they are compared; queries fit where the result does.
+        # Vectors are streamed; queries fit into memory if the result does.
         there: Any = Q if place.type == "cpu" else vectors.as_float(Q[:], place)
         found = ground_truth(x, there, k, cast(Metric, metric), progress=bar.advance)
     spent, ids = time.perf_counter() - began, found.cpu().numpy()

@@ -1,4 +1,4 @@
-"""`givens inspect`: what is in a file."""
+"""`givens inspect`: describe a file."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from givens.quantizer import KIND, Quantizer, load
 from givens.search import open_index
 from givens.storage import files, vectors
 
-# Of a folder of shards; `givens.export.shards` needs Faiss.
+# The manifest of a folder of shards; `givens.export.shards` would import Faiss.
 MANIFEST = "manifest.json"
 
 
@@ -38,7 +38,7 @@ def inspect(
 
 
 def _is_givens(path: Path) -> bool:
-    """Whether it claims to be ours; a plain safetensors file holds vectors."""
+    """Whether a safetensors file is one of ours; a plain one holds vectors."""
     with path.open("rb") as file:
         return b'"givens"' in file.read(64)
 

@@ -1,4 +1,4 @@
-"""What all subcommands say and leave behind: progress, records, sizes."""
+"""What the subcommands share: progress bars, records, checks of outputs."""
 
 import datetime
 import json
@@ -20,17 +20,17 @@ import givens
 from givens.storage import files, vectors
 
 Engine = Literal["local", "ray"]
-# Files of runs and of shards.
+# The files of runs and of shards.
 PARTS = (".faiss", ".jsonl", ".lists", ".safetensors")
 NAMED = ("config.json", "manifest.json", "results.json")
-# Seconds between two lines of progress where there is no terminal.
+# Seconds between two lines of progress without a terminal.
 LINE_EVERY = 30.0
-# What `undo` calls: an interrupt ends the process without leaving its `with` blocks.
+# Called by `undo`: an interrupt ends the process without leaving its `with` blocks.
 _undoing: list[Callable[[], object]] = []
 
 
 def undo() -> None:
-    """Take away what a command that is not over shows and has begun: bars and empty folders."""
+    """Remove the progress bars and empty folders of an interrupted command."""
     for call in reversed(_undoing):
         with suppress(OSError):
             call()
@@ -38,7 +38,7 @@ def undo() -> None:
 
 @contextmanager
 def _undone_by(call: Callable[[], object]) -> Iterator[None]:
-    """Have `undo` call this, inside the block."""
+    """Register a function with `undo` for the duration of the block."""
     _undoing.append(call)
     try:
         yield
@@ -47,13 +47,13 @@ def _undone_by(call: Callable[[], object]) -> Iterator[None]:
 
 
 def quote_command(*words: object) -> str:
-    """A command to go on with, as a shell takes it."""
+    """A command to run next, quoted for a shell."""
     return shlex.join(map(str, words))
 
 
 @contextmanager
 def progress(description: str) -> Iterator[Any]:
-    """A progress bar, on stderr so that the output can be piped; lines where it is no terminal."""
+    """A progress bar on stderr, so that output can be piped; lines of text without a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -81,27 +81,27 @@ class Bar:
         self.bar, self.task = bar, task
 
     def start(self, total: int) -> None:
-        """Say how much there is to do."""
+        """Set the total."""
         self.bar.update(self.task, total=total)
 
     def advance(self, done: float = 1) -> None:
-        """Say what was done."""
+        """Add finished work."""
         self.bar.update(self.task, advance=done)
 
     def stand(self, at: int, total: int, note: str) -> None:
-        """Say where it stands."""
+        """Set the finished work, the total and a note."""
         self.bar.update(self.task, completed=at, total=total, description=note)
 
 
 class Lines:
-    """The same where there is no terminal, as in a log: a line every half minute, on stderr."""
+    """Progress without a terminal, as in a log: a line every half minute, on stderr."""
 
     def __init__(self, description: str) -> None:
         self.description, self.done = description, 0.0
         self.total: float | None = None
         self.began = time.perf_counter()
         self.ended = threading.Event()
-        # Of its own, since what takes long may not say where it stands for minutes.
+        # A thread of its own, since long work may not report for minutes.
         self.teller = threading.Thread(target=self._tell, daemon=True)
 
     def __enter__(self) -> "Lines":
@@ -113,15 +113,15 @@ class Lines:
         self.teller.join()
 
     def start(self, total: int) -> None:
-        """Say how much there is to do."""
+        """Set the total."""
         self.total = total
 
     def advance(self, done: float = 1) -> None:
-        """Say what was done."""
+        """Add finished work."""
         self.done += done
 
     def stand(self, at: int, total: int, note: str) -> None:
-        """Say where it stands."""
+        """Set the finished work, the total and a note."""
         self.done, self.total, self.description = at, total, note
 
     def _tell(self) -> None:
@@ -137,7 +137,7 @@ class Lines:
 
 
 def make_record(seed: int | None, device: str, **configuration: Any) -> dict[str, Any]:
-    """How a file came about, to be kept beside it."""
+    """The record of a file: how it was made."""
     return {
         "configuration": {
             name: str(value) if isinstance(value, Path) else value
@@ -158,18 +158,18 @@ def make_record(seed: int | None, device: str, **configuration: Any) -> dict[str
 
 
 def write_record(path: Path, content: dict[str, Any]) -> Path:
-    """Write a record beside the file it is about."""
-    files.write_json(get_record_path(path), {**content, "checksum": files.checksum(path)})
-    return get_record_path(path)
+    """Write a record beside its file."""
+    files.write_json(files.record_path(path), {**content, "checksum": files.checksum(path)})
+    return files.record_path(path)
 
 
 def get_names_path(index: Path) -> Path:
-    """Where the names of an index's vectors are, a line for each id."""
+    """The path of the names of an index's vectors, a line for each id."""
     return index.with_name(index.name + ".items.txt")
 
 
 def write_names(index: Path, names: Sequence[str] | None) -> None:
-    """Write the names beside an index; without any, those of an earlier one go."""
+    """Write the names beside an index, or delete those of an earlier one if there are none."""
     if names is None:
         get_names_path(index).unlink(missing_ok=True)
         return
@@ -187,9 +187,9 @@ def read_names(index: Path) -> list[str] | None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What was recorded beside a file, if it is still there."""
+    """The record beside a file, if there is one."""
     try:
-        return dict(json.loads(get_record_path(path).read_text("utf-8")))
+        return dict(json.loads(files.record_path(path).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 
@@ -200,22 +200,22 @@ def check_outputs(
     *,
     folders: bool = False,
 ) -> None:
-    """Find out before the work whether files can be written, and are not one another or read.
+    """Check before the work that outputs can be written, differ, and are not inputs.
 
-    Two names are one file wherever the system says so: through links, or spelled otherwise. What is
-    written beside an output counts as well, and what lies beside a source or in its folder.
+    Two names are the same file if the system says so: through links or other spellings. Files
+    written beside an output are checked too, against those beside a source or in its folder.
 
     Args:
-        outputs: by the options that name them; none is skipped.
-        sources: what is read: files, folders, tables of files, addresses.
-        folders: whether outputs that are folders are written into.
+        outputs: paths by the options that name them; None is skipped.
+        sources: inputs: files, folders, tables of files, addresses.
+        folders: whether an output may be an existing folder.
     """
     read = {_identify(path): path for source in sources if source for path in _list_read(source)}
     taken: dict[Any, str] = {}
     for option, path in outputs.items():
         if path is None:
             continue
-        for written in (path, get_record_path(path)):
+        for written in (path, files.record_path(path)):
             if (source := read.get(_identify(written))) is not None:
                 which = option if written == path else f"{written}, written beside {option},"
                 raise ValueError(f"{which} must not be {source}, which is read")
@@ -232,7 +232,7 @@ def check_outputs(
 def check_folder(
     folder: Path, names: Iterable[str], sources: Iterable[str | Path | None] = ()
 ) -> None:
-    """Refuse a folder of results that is read, or where one of these would be a file that is."""
+    """Check that a folder of results is not an input, and that no result would replace one."""
     read = {_identify(path): path for source in sources if source for path in _list_read(source)}
     for name in ("", *names):
         if (source := read.get(_identify(folder / name))) is not None:
@@ -241,7 +241,7 @@ def check_folder(
 
 
 def _identify(path: Path) -> Any:
-    """The same for two names of one file, of one that is not there yet too."""
+    """A key that is equal for two names of the same file, even if it does not exist yet."""
     try:
         about = path.stat()
     except OSError:
@@ -250,7 +250,7 @@ def _identify(path: Path) -> Any:
 
 
 def _list_read(source: str | Path) -> Iterator[Path]:
-    """The files that are read where this is named: it, those in it, and its record."""
+    """The files that an input reads: itself, those in it, and its record."""
     path = Path(source)
     if vectors.is_remote(source):
         scheme, _, rest = str(source).partition("://")
@@ -265,18 +265,13 @@ def _list_read(source: str | Path) -> Iterator[Path]:
             known = PARTS if ours else vectors.SUFFIXES
             if file.suffix.lower() in known or file.name in NAMED:
                 yield file
-    elif get_record_path(path).exists():
-        yield get_record_path(path)
-
-
-def get_record_path(path: Path) -> Path:
-    """Where the record of a file is."""
-    return files.record_path(path)
+    elif files.record_path(path).exists():
+        yield files.record_path(path)
 
 
 @contextmanager
 def folder(path: Path) -> Iterator[None]:
-    """A folder of results, made unless it is there; taken away if an error leaves it empty."""
+    """Create a folder of results if needed; remove it if an error leaves it empty."""
     made = [one for one in (path, *path.parents) if not one.exists()]
 
     def remove() -> None:
@@ -299,7 +294,7 @@ def folder(path: Path) -> Iterator[None]:
 
 
 def format_size(path: Path) -> str:
-    """The size of a file or of a folder's files, for people."""
+    """The size of a file or of a folder's files, with a unit."""
     count = float(count_bytes(path))
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
@@ -309,13 +304,13 @@ def format_size(path: Path) -> str:
 
 
 def count_bytes(path: Path) -> int:
-    """Bytes of a file, or of the files in a folder."""
+    """The bytes of a file, or of the files in a folder."""
     inside = path.iterdir() if path.is_dir() else [path]
     return sum(file.stat().st_size for file in inside)
 
 
 def check_device(name: str) -> torch.device:
-    """A device that is there."""
+    """Return a device that exists."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -331,7 +326,7 @@ def check_device(name: str) -> torch.device:
 
 
 def import_pyplot() -> Any:
-    """Matplotlib, for files only."""
+    """Import matplotlib, for files only."""
     try:
         import matplotlib
     except ImportError as error:

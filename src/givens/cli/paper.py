@@ -20,7 +20,7 @@ Data = Annotated[Path, typer.Option(help="Folder of the base vectors, as SIFT1M'
 Iterations = Annotated[int, typer.Option(help="Iterations of each run.")]
 Smoke = Annotated[bool, typer.Option(help="A small run, to see that it works.")]
 
-# A joint run that only shows that it works.
+# A short joint run, for --smoke.
 SMALL = {"dim": 16, "subspaces": 4, "codewords": 16, "batch": 128, "warmup": 20, "steps": 20}
 SMALL |= {"every": 10, "iterations": 5}
 
@@ -115,7 +115,7 @@ def _fig2(part: str, data: Path, output: Path, device: str, iterations: int, smo
     _prepare(output, (f"fig2{part}.json", f"fig2{part}.png"), data)
     rows, picture = output / f"fig2{part}.json", output / f"fig2{part}.png"
     with out.progress("runs") as bar:
-        # At the most: a method's best rate may be the paper's.
+        # At most: a method's best rate may be the paper's.
         count = len(fig2.FRACTIONS) * fig2.RUNS
         bar.start((len(fig2.RATES) + 2) * (len(fig2.METHODS) - 1) + 2 if part == "a" else count)
 
@@ -206,7 +206,7 @@ def table1(
     from givens.paper import table1
     from givens.paper.joint import METHODS, MORE, SEEDS, Runs, comparable, log_for, p_value
 
-    # Before the work: a missing package.
+    # Fail before the work if a package is missing.
     p_value([0.0, 1.0], [1.0, 2.0])
     log = log_for(data, smoke=smoke, size=size)  # type: ignore[arg-type]
     bytes_of_codes = _parse_sizes(sizes, "--sizes")
@@ -228,7 +228,7 @@ def table1(
         more = 0 if smoke or seeds is not None else MORE
         table1.run(runs, log, configs, rates, more=more)
     written = output / table
-    # With those of earlier runs: other sizes, other methods.
+    # Including the rows of earlier runs, with other sizes and methods.
     lines = table1.table(comparable(runs.rows, log, configs[0]), log)
     with files.replacing(written) as temporary:
         temporary.write_text("\n".join(lines) + "\n", "utf-8")
@@ -334,7 +334,7 @@ def _name(kind: str, size: str, log: Any) -> str:
 
 
 def _prepare(output: Path, names: tuple[str, ...], source: Path | None = None) -> None:
-    """Make the folder of the results, if they can be written there and are not what is read."""
+    """Create the folder of results, after checking that they can be written and are not inputs."""
     inside = source.iterdir() if source is not None and source.is_dir() else ()
     out.check_folder(output, names, [source, *inside])
     with out.folder(output):
@@ -344,19 +344,19 @@ def _prepare(output: Path, names: tuple[str, ...], source: Path | None = None) -
 def _configs(
     log: Any, sizes: tuple[int, ...], seeds: int, smoke: bool, size: str, **options: int | None
 ) -> list[Any]:
-    """A configuration for each seed and number of bytes, the rates as they are for all."""
+    """A configuration for each seed and number of bytes, with the same rates."""
     from givens.retrieval.config import config_for
 
     if seeds < 1:
         raise ValueError(f"--seeds must be at least 1, but got {seeds}")
     if log.words is not None:
-        # A search: what is asked for is in the words.
+        # A log of searches describes its users by words, not by their history.
         options["history"] = 0
     if smoke:
         options |= {name: value for name, value in SMALL.items() if options.get(name) is None}
         sizes = tuple(min(number, SMALL["subspaces"]) for number in sizes)
     chosen: dict[str, Any] = {name: options[name] for name in options if name != "subspaces"}
-    # Nearly the steepest pairing, as figure 4 times it too: on a GPU, without waiting for a core.
+    # The approximate steepest pairing, as in figure 4: on a GPU it does not synchronise.
     chosen["exact"] = False
     return [
         config_for(log, size=size, **chosen, subspaces=number, seed=seed)  # type: ignore[arg-type]

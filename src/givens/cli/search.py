@@ -1,4 +1,4 @@
-"""`givens search`: the nearest neighbours of queries, by an index and optionally once more."""
+"""`givens search`: the nearest neighbours of queries, optionally re-ranked."""
 
 import hashlib
 import time
@@ -12,7 +12,7 @@ from givens.cli import output as out
 from givens.cli.build import read_ids
 from givens.export import NPROBE
 from givens.search import batches, check_queries, open_index
-from givens.search import rerank as ranked_again
+from givens.search import rerank as rerank_candidates
 from givens.storage import files, vectors
 
 
@@ -80,7 +80,7 @@ def search(
             D, I = stored.index.search(part, wanted)  # noqa: E741
             if original is not None:
                 metric = metric_of(stored.index)
-                D, I = ranked_again(I, original, part, k, metric, ids=names)  # noqa: E741
+                D, I = rerank_candidates(I, original, part, k, metric, ids=names)  # noqa: E741
             spent += time.perf_counter() - began
             found[at], values[at] = I, D
             bar.advance(len(part))
@@ -92,7 +92,7 @@ def search(
             None, "cpu", index=index, queries=queries, k=k, nprobe=nprobe, rerank=rerank
         )
         about |= {"seconds": spent, "checksum": hashlib.sha256(written[output]).hexdigest()}
-        written[out.get_record_path(output)] = files.json_bytes(about)
+        written[files.record_path(output)] = files.json_bytes(about)
     files.write_together(written)
     typer.echo(
         f"Searched {len(Q):,} queries among {stored.index.ntotal:,} vectors in {spent:.2f} s "
@@ -114,7 +114,7 @@ def search(
 
 
 def set_nprobe(index: Any, nprobe: int) -> None:
-    """Say how many lists to look into, where there are lists."""
+    """Set nprobe, if the index has lists."""
     from givens.export.faiss import inverted
 
     if nprobe < 1:
@@ -125,7 +125,7 @@ def set_nprobe(index: Any, nprobe: int) -> None:
 
 
 def match_ids(stored: Any, original: vectors.Vectors, ids: str | None, option: str) -> Any:
-    """What the index calls the original vectors, (N,); None where it is their positions."""
+    """The ids of the original vectors in the index, (N,); None for their positions."""
     if original.shape[1] != stored.index.d or len(original) < stored.index.ntotal:
         raise ValueError(
             f"{option} must be the {stored.index.ntotal} vectors of the index, of "

@@ -52,7 +52,7 @@ def tokens(
     sample: Annotated[int, typer.Option(help="Vectors to learn from; 0 for all.")] = SAMPLE,
     seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
 ) -> None:
-    """Cut items into tokens: IDs for a recommender that generates them.
+    """Make semantic IDs of items, for a recommender that generates them.
 
     Writes the name and the tokens of each item, and reports how many items share their tokens and
     how evenly tokens are used. A record, OUTPUT.json, is written beside the IDs, and so is the
@@ -196,7 +196,7 @@ def _parse_sizes(stages: str) -> list[int]:
 
 
 def _read_item_names(path: Path | None, x: Any) -> Any:
-    """The items' names from their file, or from vectors of text; None for positions."""
+    """Read the items' names from their file, or from vectors as text; None for positions."""
     if path is None:
         own = vectors.names_of(x)
         return None if own is None else np.array(own, object)
@@ -210,7 +210,7 @@ def _read_item_names(path: Path | None, x: Any) -> Any:
 
 
 def _check_maker(previous: Path, tokenizer: Any) -> None:
-    """Refuse IDs that another quantizer made, where their record is still there to say so."""
+    """Check that the IDs were made by this quantizer, if their record is there."""
     maker = out.read_record(previous).get("fingerprint", tokenizer.fingerprint)
     if maker != tokenizer.fingerprint:
         raise ValueError(

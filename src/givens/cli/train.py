@@ -18,12 +18,13 @@ from givens.retrieval.config import SIZES, Config, Size, config_for
 from givens.retrieval.data import MIN_ITEMS, MIN_RATING, Log
 from givens.storage import files
 
-# Of a run's folder, beside its checkpoint.
+# The files in a run's folder, in addition to its checkpoint.
 WRITTEN = (
     "config.json",
     "index.faiss",
     "index.faiss.json",
     "items.txt",
+    "log.safetensors",
     "metrics.jsonl",
     "quantizer.safetensors",
     "results.json",
@@ -33,14 +34,14 @@ WRITTEN = (
 )
 
 
-# Steps of a phase that are left out of its timing, while code is compiled, and those timed.
+# Steps of a phase before its timing, while code is compiled, and steps that are timed.
 SETTLE, TIMED = 5, 20
 # Fields of `Config` whose defaults depend on the size.
 SIZED = {name for options in SIZES.values() for name in options} | {"batch", "every"}
 
 
 def _add_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of `Config` as options, in the place of its `**options`."""
+    """Give a command the fields of `Config` as options, in place of its `**options`."""
     signature = inspect.signature(command)
     ours = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     fields = [_make_option(one) for one in dataclasses.fields(Config)]
@@ -55,7 +56,7 @@ def _make_option(field: dataclasses.Field[Any]) -> inspect.Parameter:
     if get_origin(kind) is Literal:
         kind = str
     if sized or field.default is None:
-        # None stands for what the size says.
+        # None means the default of the size.
         kind = kind | None
     shown = typer.Option(
         f"--{field.name.replace('_', '-')}",
@@ -92,6 +93,13 @@ def train(
     min_items: Annotated[
         int, typer.Option(help="Users of --data with fewer items than this are left out.")
     ] = MIN_ITEMS,
+    hash_items: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows that the items of Parquet files share by a hash; by default each item has "
+            "its own."
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue a run that was stopped, with the same options."),
@@ -102,8 +110,10 @@ def train(
     """Train two towers, codebooks and the rotation together, and build their index.
 
     Reads MovieLens (ratings.dat, ratings.csv), Amazon's reviews (.json, .json.gz), rows of
-    "user item time" and lines of "user item item …". Ratings of 4 and more count, and users with
-    at least 10 of them; --min-rating and --min-items change that. Writes into the folder:
+    "user item time", lines of "user item item …", and folders of Parquet files with the columns
+    user, item and, if there are any, rating and time. These are streamed and may be larger than
+    memory; how they are read is kept in log.safetensors. Ratings of 4 and more count, and users
+    with at least 10 of them; --min-rating and --min-items change that. Writes into the folder:
     config.json, metrics.jsonl, towers.safetensors, quantizer.safetensors, index.faiss, items.txt,
     whose lines are what the index's ids 0, 1, … are called in the data, and results.json.
 
@@ -113,9 +123,12 @@ def train(
 
     Example: givens train -o run --data clicks.csv --size small --min-items 5
 
+    Example: givens train -o run --data clicks/ --size medium
+
     Example: torchrun --nproc-per-node 8 -m givens train -o run --data ml-1m --device cuda
     """
-    _train(output, data, size, (min_rating, min_items), resume, device, options)
+    rules = {"min_rating": min_rating, "min_items": min_items, "hash_items": hash_items}
+    _train(output, data, size, rules, resume, device, options)
     distributed.leave()
 
 
@@ -123,7 +136,7 @@ def _train(
     output: Path,
     data: Path | None,
     size: str | None,
-    rules: tuple[float, int],
+    rules: dict[str, Any],
     resume: bool,
     device: str,
     options: dict[str, Any],
@@ -138,24 +151,31 @@ def _train(
     place = distributed.join(out.check_device(device))
     if (output / CHECKPOINT).exists() and not resume:
         raise ValueError(f"{output} holds a run; go on with --resume, or choose another folder")
+    inside = data.iterdir() if data is not None and data.is_dir() else ()
+    out.check_folder(output, (*WRITTEN, CHECKPOINT), [data, *inside])
     if data is None:
-        if rules != (MIN_RATING, MIN_ITEMS):
-            raise ValueError("--min-rating and --min-items go with --data")
+        if rules != {"min_rating": MIN_RATING, "min_items": MIN_ITEMS, "hash_items": None}:
+            raise ValueError("--min-rating, --min-items and --hash-items go with --data")
         log = click_log()
+    elif distributed.is_first():
+        with out.progress("reading the log") as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.stand(done, total, "reading the log")
+
+            log = read(data, **rules, folder=output, tell=typer.echo, progress=show)
     else:
-        log = read(data, min_rating=rules[0], min_items=rules[1])
+        log = read(data, **rules, folder=output)
     size = size or ("small" if data is None else "large")
     config = config_for(log, size=cast(Size, size), **options)
     config.check(log)
     if not distributed.is_first():
         train_towers(log, config, output, resume=resume, device=place)
         return
-    inside = data.iterdir() if data is not None and data.is_dir() else ()
-    out.check_folder(output, (*WRITTEN, CHECKPOINT), [data, *inside])
     typer.echo(log)
     if log.selection is not None and log.selection.drops:
         typer.echo(f"Left out: {log.selection} (--min-items, --min-rating)")
-    # A run that goes on keeps its own record, whose options were the same or are refused below.
+    # A resumed run keeps its record; options that differ from it raise below.
     record = output / "config.json"
     about = {**run_record(config, log, device, data), "seconds": 0.0}
     if (output / CHECKPOINT).exists() and record.exists():
@@ -163,7 +183,7 @@ def _train(
     before = about.get("seconds")
 
     def write_record() -> None:
-        """The seconds of all parts of the run, up to now; none where those of one are not known."""
+        """Write the record; `seconds` sums all parts of the run, and is None if one is unknown."""
         if before is not None:
             about["seconds"] = before + time.perf_counter() - began
         files.write_json(record, about)
@@ -188,7 +208,7 @@ def _train(
     index = output / "index.faiss"
     typer.echo(
         f"Written in {spent:.0f} s: {output}/ (config.json, metrics.jsonl, results.json, "
-        f"towers.safetensors, quantizer.safetensors, {'' if data is None else 'items.txt, '}"
+        f"towers.safetensors, quantizer.safetensors, {'' if log.names is None else 'items.txt, '}"
         f"index.faiss of {out.format_size(index)})\n"
         f"Next: {out.quote_command('givens', 'report', output, '-o', 'report.html')}, "
         f"{out.quote_command('tensorboard', '--logdir', output)}"
@@ -196,7 +216,7 @@ def _train(
 
 
 class Clock:
-    """Shows the progress of a run, and says after the first steps of a phase how long it takes."""
+    """Shows the progress of a run, and after the first steps of a phase its expected time."""
 
     def __init__(self, bar: out.Bar, config: Config, device: torch.device) -> None:
         self.bar, self.config, self.device = bar, config, device
@@ -205,11 +225,11 @@ class Clock:
         self.began = 0.0
 
     def show(self, step: int) -> None:
-        """Show a step on the bar."""
+        """Show a step on the progress bar."""
         self.bar.stand(step, self.config.total, self.note)
 
     def count(self, step: int) -> None:
-        """Hear of a step that was taken."""
+        """Count a step."""
         self.show(step)
         c = self.config
         if self.first is None or step == c.warmup + 1:
@@ -240,7 +260,7 @@ def _describe_seconds(seconds: float) -> str:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """The record of a run that goes on."""
+    """Read the record of a run that is resumed."""
     try:
         about: dict[str, Any] = dict(json.loads(path.read_text("utf-8")))
         if about.get("seconds") is not None:
@@ -253,7 +273,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def run_record(config: Config, log: Log, device: str, data: Path | None) -> dict[str, Any]:
-    """How a run comes about, for its config.json."""
+    """The record of a run, for its config.json."""
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
     if not distributed.alone():
         options["ranks"] = distributed.count()
@@ -269,7 +289,7 @@ def _describe_row(row: dict[str, Any]) -> str:
 
 
 def _describe_results(config: Config, results: dict[str, Any]) -> list[str]:
-    """What test users find, a line for each way to search; a warning first if it is too little."""
+    """The test users' recall, a line for each way to search, after a warning if it is too low."""
     names = {
         "full": "full precision",
         "index": f"index, {config.bytes} bytes",

@@ -1,4 +1,4 @@
-"""Every compression of vectors at equal bytes, on one's own vectors: run, rows, page."""
+"""Compare all compressions at equal bytes on your own vectors: run, rows, page."""
 
 # First: it says what to install where Faiss is missing.
 import givens.export.faiss  # noqa: F401

@@ -1,9 +1,10 @@
-"""What is compared: indexes of so many bytes a vector, ours and Faiss's.
+"""The contenders: indexes with a given number of bytes a vector, ours and Faiss's.
 
 Each method gets its best chance: codebooks of 256 codewords, RaBitQ and TurboQuant behind a random
-rotation, and a PCA where the bytes need fewer dimensions. Faiss's PQ is its "np" form, without a
-reordering of codewords that changes no distance and takes longer than the k-means. Where the bytes
-do not divide the dimension, zeros are put evenly between the coordinates: distances stay.
+rotation, and a PCA if the bytes require fewer dimensions. Faiss's PQ is its "np" form, without the
+reordering of codewords, which changes no distance and takes longer than k-means. If the bytes do
+not divide the dimension, zeros are spread evenly between the coordinates, which changes no
+distance.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,12 +22,12 @@ from givens.quantizer import Metric, Quantizer
 
 Table = npt.NDArray[np.float32]
 
-# Additive quantizers learn from fewer vectors, or they would take hours.
+# Additive quantizers learn from fewer vectors; otherwise they would take hours.
 ADDITIVE_SAMPLE = 16_384
 NPROBES = (1, 4, 16, 64)
-# An inverted file keeps the position of each vector, which a flat index does not.
+# An inverted file stores the position of each vector; a flat index does not.
 ID_BYTES = 8
-# What RaBitQ keeps beside a vector's bits: of one bit, and of more.
+# Bytes of RaBitQ's factors beside the bits: for one bit, and for more.
 FACTORS = (8, 20)
 RABITQ_BITS = (1, 2, 3, 4, 6, 8)
 
@@ -53,13 +54,13 @@ class Contender:
 
 
 def contenders(dim: int, budgets: list[int], lists: int, metric: Metric) -> list[Contender]:
-    """All that can meet a budget, the most useful methods first, and budgets rising."""
+    """All contenders that fit a budget, the most useful methods first, budgets ascending."""
     found: list[Contender] = []
     for method in METHODS.values():
         seen: set[str] = set()
         for budget in sorted(budgets):
             for one in method(dim, budget, lists, metric):
-                # The same index may meet a larger budget, too.
+                # The same index may fit a larger budget, too.
                 if one.index not in seen:
                     seen.add(one.index)
                     found.append(one)
@@ -67,31 +68,31 @@ def contenders(dim: int, budgets: list[int], lists: int, metric: Metric) -> list
 
 
 def _givens(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
-    if (wide := _padded(dim, budget)) is None:
+    if (wide := _round_up(dim, budget)) is None:
         return
     name = "givens (PQ, learned rotation)"
     text = f"rotation,PQ{budget}x8"
-    yield Contender("givens", name, budget, text, _fitted(dim, wide, budget))
+    yield Contender("givens", name, budget, text, _make_fit(dim, wide, budget))
 
 
 def _givens_ivf(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
-    if (wide := _padded(dim, budget)) is None:
+    if (wide := _round_up(dim, budget)) is None:
         return
     text = f"rotation,IVF{lists},PQ{budget}x8"
-    make = _fitted(dim, wide, budget, coarse=lists)
+    make = _make_fit(dim, wide, budget, coarse=lists)
     yield Contender("givens-ivf", "givens, inverted file", budget, text, make, "ivf")
 
 
 def _givens_fastscan(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
-    if (wide := _padded(dim, 2 * budget)) is None:
+    if (wide := _round_up(dim, 2 * budget)) is None:
         return
     text = f"rotation,PQ{2 * budget}x4fs"
-    make = _fitted(dim, wide, 2 * budget, codewords=16, kind="pq-fastscan")
+    make = _make_fit(dim, wide, 2 * budget, codewords=16, kind="pq-fastscan")
     yield Contender("givens-fastscan", "givens, FastScan", budget, text, make, "fastscan")
 
 
 def _pq(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
-    if (wide := _padded(dim, budget)) is not None:
+    if (wide := _round_up(dim, budget)) is not None:
         text = f"PQ{budget}x8np"
         yield Contender("pq", "Faiss PQ", budget, text, _by_factory(dim, text, wide))
 
@@ -105,13 +106,13 @@ def _opq_default(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[
 
 
 def _opq(dim: int, budget: int, *, identity: bool) -> Iterator[Contender]:
-    wide = _padded(dim, budget)
+    wide = _round_up(dim, budget)
     if wide is None:
         return
 
     def make(x: Table, metric: Metric, seed: int) -> Any:
         q = fit_opq(_pad(dim, wide, x), budget, metric=ranked_by(metric), identity=identity)
-        return _behind(dim, wide, to_faiss(q))
+        return _add_padding(dim, wide, to_faiss(q))
 
     start = "identity" if identity else "default"
     text = f"OPQ{budget}_{wide},PQ{budget}x8" + (" from the identity" if identity else "")
@@ -119,7 +120,7 @@ def _opq(dim: int, budget: int, *, identity: bool) -> Iterator[Contender]:
 
 
 def _pca_pq(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
-    # Half of the axes, which PQ then has twice the bits for.
+    # Half of the axes, so PQ has twice the bits for each.
     kept = -(-dim // (2 * budget)) * budget
     if kept < dim:
         text = f"PCA{kept},PQ{budget}x8np"
@@ -151,7 +152,7 @@ def _rabitq_ivf(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[C
 
 
 def _rabitq_forms(dim: int, budget: int) -> list[tuple[int, int]]:
-    """Bits and dimensions: the most bits for all dimensions, and one step more behind a PCA."""
+    """(bits, dimensions): the most bits for all dimensions, and one step more after a PCA."""
     whole = [bits for bits in RABITQ_BITS if _rabitq_dims(bits, budget) >= dim]
     forms = [(whole[-1], dim)] if whole else []
     for bits in RABITQ_BITS[len(whole) :][:2]:
@@ -162,7 +163,7 @@ def _rabitq_forms(dim: int, budget: int) -> list[tuple[int, int]]:
 
 
 def _rabitq_dims(bits: int, budget: int) -> int:
-    """Dimensions of so many bits that fit into a budget."""
+    """How many dimensions fit into a budget, at that many bits each."""
     return max(0, 8 * (budget - FACTORS[bits > 1])) // bits
 
 
@@ -191,7 +192,7 @@ def _sq(dim: int, budget: int, method: str, kind: str, bits: int) -> Iterator[Co
 
 
 def _turboquant(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
-    # The plain form is for unit vectors; the other one keeps two numbers beside the bits.
+    # The plain form is for unit vectors; the other one stores two numbers beside the bits.
     unit = metric == "cosine"
     for bits in (4, 3, 2, 1) if unit else (4, 3, 2):
         text = f"RR{dim},SQtq{'mse' if unit else ''}{bits}"
@@ -202,11 +203,11 @@ def _turboquant(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[C
 
 
 def _additive(form: str) -> Callable[[int, int, int, Metric], Iterator[Contender]]:
-    """Sums of codewords; by L2 a byte is for the length, so that tables can be used."""
+    """Sums of codewords; for L2 one byte holds the norm, so that tables can be used."""
 
     def listed(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
         if form == "PRQ":
-            if budget % 4 or (wide := _padded(dim, budget // 4)) is None:
+            if budget % 4 or (wide := _round_up(dim, budget // 4)) is None:
                 return
             text, words = f"PRQ{budget // 4}x4x8", wide
         else:
@@ -243,7 +244,7 @@ METHODS: dict[str, Callable[[int, int, int, Metric], Iterator[Contender]]] = {
 }
 
 
-def _fitted(
+def _make_fit(
     dim: int, wide: int, subspaces: int, codewords: int = 256, coarse: int = 0, kind: Any = None
 ) -> Callable[[Table, Metric, int], Any]:
     def make(x: Table, metric: Metric, seed: int) -> Any:
@@ -252,7 +253,7 @@ def _fitted(
         q: Quantizer = givens.fit(
             table, subspaces, codewords=codewords, coarse=coarse, metric=by, seed=seed, sample=0
         )
-        return _behind(dim, wide, to_faiss(q, kind=kind))
+        return _add_padding(dim, wide, to_faiss(q, kind=kind))
 
     return make
 
@@ -265,17 +266,18 @@ def _by_factory(
         index: Any = faiss.index_factory(wide or dim, text, by)
         _hush(index)
         if metric == "ip" and text.startswith("PCA"):
-            # Products change with the origin: axes of vectors whose mean is taken as 0.
+            # Inner products depend on the origin: the axes are those of the vectors as they are,
+            # not centred.
             pca: Any = faiss.downcast_VectorTransform(index.chain.at(0))
             pca.train(np.concatenate([x, -x]))
         index.train(_pad(dim, wide or dim, x))
-        return _behind(dim, wide or dim, index)
+        return _add_padding(dim, wide or dim, index)
 
     return make
 
 
 def _hush(index: Any) -> None:
-    """Let Faiss not warn of few vectors for each codeword, which is what there may be."""
+    """Silence Faiss's warning about few vectors for each codeword."""
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexPreTransform):
         _hush(index.index)
@@ -287,8 +289,8 @@ def _hush(index: Any) -> None:
         lists.cp.min_points_per_centroid = 1
 
 
-def _padded(dim: int, pieces: int) -> int | None:
-    """The next multiple of the pieces; none where there are more pieces than dimensions."""
+def _round_up(dim: int, pieces: int) -> int | None:
+    """The next multiple of the pieces; None if there are more pieces than dimensions."""
     return -(-dim // pieces) * pieces if pieces <= dim else None
 
 
@@ -300,13 +302,13 @@ def _pad(dim: int, wide: int, x: Table) -> Table:
 
 
 def _remap(dim: int, wide: int) -> Any:
-    # The stubs of Faiss know another constructor.
+    # Faiss's stubs have another constructor.
     transform: Any = faiss.RemapDimensionsTransform
     return transform(dim, wide, True)
 
 
-def _behind(dim: int, wide: int, index: Any) -> Any:
-    """An index that takes vectors as they are."""
+def _add_padding(dim: int, wide: int, index: Any) -> Any:
+    """Put the padding of vectors in front of an index."""
     if wide == dim:
         return index
     remap = _remap(dim, wide)
@@ -317,12 +319,12 @@ def _behind(dim: int, wide: int, index: Any) -> Any:
 
 
 def ranked_by(metric: Metric) -> Metric:
-    """What indexes compare by: vectors are normalised once for all, and then L2 is the cosine."""
+    """The metric of the indexes: for cosine, vectors are normalised once, and L2 ranks alike."""
     return "ip" if metric == "ip" else "l2"
 
 
 def _is_known(dim: int, text: str) -> bool:
-    """Whether this Faiss has such an index."""
+    """Whether the installed Faiss has such an index."""
     try:
         faiss.index_factory(dim, text)
     except RuntimeError:

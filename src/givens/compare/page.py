@@ -1,4 +1,4 @@
-"""The page of a comparison: advice, pictures, a table, and how it was measured."""
+"""The page of a comparison: advice, pictures, a table and the measurement's settings."""
 
 import math
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from givens.report.svg import Axis, Series, chart
 
 Row = dict[str, Any]
 
-# What shares a colour, and the methods in it.
+# Families of methods, which share a colour.
 FAMILIES = {
     "givens": ("givens", "givens-fastscan", "givens-ivf"),
     "Faiss PQ": ("pq",),
@@ -23,7 +23,7 @@ FAMILIES = {
     "PCA + PQ": ("pca-pq",),
     "TurboQuant": ("turboquant",),
 }
-# So many standard errors apart is a difference.
+# Recalls differ if they are this many standard errors apart.
 ERRORS = 2.0
 PERCENT = Axis("recall@10", write=lambda value: f"{100 * value:.0f} %")
 SPEED = Axis(
@@ -54,7 +54,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def advice(result: dict[str, Any]) -> list[str]:
-    """A sentence for all bytes together, and one for each number of them."""
+    """A recommendation for all budgets together, and a sentence for each budget."""
     rows, dim = result["rows"], result["data"]["dim"]
     if not rows:
         return ["Nothing was measured: there was no time for any method, or none fits the bytes."]
@@ -84,10 +84,10 @@ def advice(result: dict[str, Any]) -> list[str]:
 
 
 def _summary(winners: list[tuple[int, Row, list[Row]]]) -> str:
-    """Which to take, as far as the bytes agree."""
+    """The recommendation, grouped by budgets."""
     spans: list[tuple[str, list[int]]] = []
     for budget, best, level in winners:
-        # Of those that are level, the one that has won at fewer bytes, or learns fastest.
+        # Among level methods, the one that won at fewer bytes, or trains fastest.
         names = {_family(row): row for row in (best, *level)}
         last = spans[-1][0] if spans else ""
         quickest = min((best, *level), key=lambda row: row["train_seconds"])
@@ -110,7 +110,7 @@ def _title(family: str) -> str:
 
 
 def _pictures(rows: list[Row]) -> Iterable[dict[str, Any]]:
-    """Recall against bytes, also after a re-ranking, and against speed at each number of bytes."""
+    """Recall against bytes, with and without re-ranking, and against speed for each budget."""
     for key, title, words in (
         ("recall@10", "Recall against bytes", "What the codes alone find."),
         (
@@ -157,7 +157,7 @@ def _picture(
     title: str, words: str, series: list[Series], x: Axis, y: Axis = PERCENT
 ) -> dict[str, Any]:
     drawn = chart(series, x, y, alt=title)
-    # The drawing has escaped its words itself.
+    # The SVG is escaped already.
     return {"title": title, "words": words, "series": series, "svg": Markup(drawn)}
 
 
@@ -166,7 +166,7 @@ def _budgets(rows: list[Row]) -> list[int]:
 
 
 def _flat(rows: list[Row], budget: int) -> list[Row]:
-    """The rows without lists, whose bytes are the code's alone."""
+    """The rows without inverted lists, whose bytes are those of the code."""
     return [row for row in rows if row["budget"] == budget and row["form"] != "ivf"]
 
 
@@ -175,7 +175,7 @@ def _best(rows: list[Row]) -> float:
 
 
 def _level(one: Row, other: Row) -> bool:
-    """Whether two recalls are the same as far as these queries can tell."""
+    """Whether two recalls do not differ significantly."""
     error = math.hypot(one["recall@10_error"], other["recall@10_error"])
     return bool(abs(one["recall@10"] - other["recall@10"]) <= ERRORS * error)
 

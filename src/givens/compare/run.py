@@ -1,4 +1,4 @@
-"""Build each index, search it, and write a row, so that a comparison can be stopped and go on."""
+"""Build each index, search it, and write a row; a stopped comparison can be resumed."""
 
 import contextlib
 import json
@@ -32,18 +32,18 @@ from givens.storage import files
 from givens.storage.vectors import rows_of
 
 BYTES = (16, 32, 64, 96)
-# Vectors that are searched, that indexes learn from, and queries held out.
+# Defaults: vectors to search, vectors to learn from, and held-out queries.
 SAMPLE, TRAINED, QUERIES = 200_000, 65_536, 1_000
 LEAST = 1_000
-# Neighbours that are looked for, which are the candidates of a re-ranking, too.
+# Neighbours to search, which are also the candidates for re-ranking.
 K = 100
-# Queries that are timed, in so many passes.
+# Queries to time, and the number of passes over them.
 TIMED, PASSES = 200, 3
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked for."""
+    """The options of a comparison."""
 
     bytes: tuple[int, ...] = BYTES
     metric: Metric = "l2"
@@ -56,7 +56,7 @@ class Options:
     threads: int = 1
 
     def check(self) -> None:
-        """Refuse what cannot be done, before the work."""
+        """Check the options before the work."""
         for name, known in (("metric", get_args(Metric)), ("methods", tuple(METHODS))):
             chosen = getattr(self, name)
             for one in chosen if name == "methods" else (chosen,):
@@ -78,7 +78,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Split:
-    """Vectors to search, vectors to learn from, and queries that are in neither."""
+    """Vectors to search, vectors to learn from, and held-out queries."""
 
     base: Table
     train: Table
@@ -91,7 +91,7 @@ class Split:
 
 
 def split(x: Any, queries: Any, options: Options) -> Split:
-    """Draw them by the seed; in memory, and normalised for the cosine."""
+    """Draw the split by the seed, into memory; vectors are normalised for the cosine."""
     generator = np.random.default_rng(options.seed)
     N, held = len(x), QUERIES if queries is None else 0
     if LEAST + held > N:
@@ -123,15 +123,15 @@ def compare(
     about: dict[str, Any] | None = None,
     tell: Callable[[int, int, str], object] = lambda done, total, note: None,
 ) -> dict[str, Any]:
-    """Measure all contenders and keep the rows at `path`, which another run goes on from.
+    """Measure all contenders; rows are saved at `path`, and another run continues from them.
 
     Args:
         x: vectors (N, n): an array, a tensor, or a file of them.
-        path: where the rows are, and were.
+        path: the file of the rows, existing ones included.
         options: what to compare.
-        queries: vectors to ask for; some of x, held out, unless given.
-        about: how the vectors are called and what else the rows depend on.
-        tell: is told what is being done: how many contenders are done, of how many, and which.
+        queries: vectors (Q, n); by default some of x are held out.
+        about: the name of the vectors, and all else that the rows depend on.
+        tell: called with the number of finished contenders, their total, and the current one.
     """
     options.check()
     began = time.perf_counter()
@@ -141,7 +141,7 @@ def compare(
         **{name: getattr(options, name) for name in ("metric", "sample", "trained")},
         **{name: getattr(options, name) for name in ("seed", "threads")},
     }
-    before = _before(path, given)
+    before = _read_earlier_rows(path, given)
     data = split(x, queries, options)
     lists = 1 << round(np.log2(max(len(data.base), 4)) / 2)
     lists = min(lists, max(len(data.train) // 40, 1))
@@ -163,7 +163,7 @@ def compare(
     }
     done = {(row["method"], row["index"]) for row in before}
     with _threads(options.threads):
-        # Compiled before it is timed.
+        # Compile before timing.
         small = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
         givens.fit(small, 2, codewords=16)
         tell(0, len(asked), "exact neighbours")
@@ -172,22 +172,22 @@ def compare(
         for number, one in enumerate(asked):
             if (one.method, one.index) in done:
                 continue
-            left = _left_out(one, result["rows"], began, options.minutes)
-            if left is None:
+            why = _explain_skip(one, result["rows"], began, options.minutes)
+            if why is None:
                 tell(number, len(asked), f"{one.name}, {one.budget} bytes")
-                result["rows"] += measured(one, data, truth, metric, options)
+                result["rows"] += measure(one, data, truth, metric, options)
             else:
-                result["left_out"].append({**_called(one), "why": left})
+                result["left_out"].append({**_describe(one), "why": why})
             files.write_json(path, result)
         tell(len(asked), len(asked), "done")
     files.write_json(path, result)
     return result
 
 
-def measured(
+def measure(
     one: Contender, data: Split, truth: Any, metric: Metric, options: Options
 ) -> list[dict[str, Any]]:
-    """Build one index and search it: a row, or one for each nprobe."""
+    """Build one index and search it; returns a row, or one for each nprobe."""
     began = time.perf_counter()
     clock = time.process_time if options.threads == 1 else time.perf_counter
     start = clock()
@@ -198,7 +198,7 @@ def measured(
     index.add(data.base)
     added = clock() - added
     row = {
-        **_called(one),
+        **_describe(one),
         "bytes": _bytes(index),
         "parameter_bytes": parameters,
         "trained_on": min(len(data.train), one.sample or len(data.train)),
@@ -210,7 +210,7 @@ def measured(
     for nprobe in [n for n in NPROBES if n <= lists.nlist] if lists is not None else [None]:
         if lists is not None:
             lists.nprobe = nprobe
-        found, speed = _searched(index, data.queries, clock)
+        found, speed = _time_search(index, data.queries, clock)
         again = rerank(found, data.base, data.queries, 10, metric).ids
         rows.append(
             {
@@ -229,8 +229,8 @@ def measured(
     return [{**row, "seconds": spent} for row in rows]
 
 
-def _searched(index: Any, queries: Table, clock: Callable[[], float]) -> tuple[Any, float]:
-    """The neighbours found, and queries a second: the median of passes over some of them."""
+def _time_search(index: Any, queries: Table, clock: Callable[[], float]) -> tuple[Any, float]:
+    """The neighbours found, and queries a second: the median of passes over some queries."""
     found, speeds = index.search(queries, K)[1], []
     for _ in range(PASSES):
         began = clock()
@@ -240,19 +240,19 @@ def _searched(index: Any, queries: Table, clock: Callable[[], float]) -> tuple[A
 
 
 def _bytes(index: Any) -> int:
-    """Bytes of a vector in memory: its code, and its id where one is kept."""
+    """The bytes of a vector in memory: its code, and its id if one is stored."""
     if (lists := inverted(index)) is not None:
         return int(lists.code_size) + ID_BYTES
     return int(index.sa_code_size())
 
 
 def _error(found: Any, truth: Any) -> float:
-    """The standard error of recall@10, as queries differ."""
+    """The standard error of recall@10 over queries."""
     parts = [recall(mine[None], true[None], 10) for mine, true in zip(found, truth, strict=True)]
     return float(np.std(parts, ddof=1) / np.sqrt(len(parts)))
 
 
-def _called(one: Contender) -> dict[str, Any]:
+def _describe(one: Contender) -> dict[str, Any]:
     return {
         "method": one.method,
         "name": one.name,
@@ -262,10 +262,10 @@ def _called(one: Contender) -> dict[str, Any]:
     }
 
 
-def _left_out(
+def _explain_skip(
     one: Contender, rows: list[dict[str, Any]], began: float, minutes: float | None
 ) -> str | None:
-    """Why there is no time for it: what it would take, from what it took at fewer bytes."""
+    """Why there is no time for a contender, estimated from its time at fewer bytes; or None."""
     if minutes is None:
         return None
     left = 60 * minutes - (time.perf_counter() - began)
@@ -281,7 +281,7 @@ def _left_out(
     return None
 
 
-def _before(path: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_earlier_rows(path: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of an earlier run of the same comparison."""
     if not path.exists():
         return []
@@ -305,7 +305,7 @@ def _before(path: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rows(x: Any, index: Any, metric: Metric) -> Table:
-    """Some of the vectors, finite and as they are compared."""
+    """Some of the vectors, checked, and normalised for the cosine."""
     part = rows_of(x, torch.from_numpy(np.sort(index)))
     check_finite("vectors", part, rows=np.sort(index))
     if metric == "cosine":
@@ -316,7 +316,7 @@ def _rows(x: Any, index: Any, metric: Metric) -> Table:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """So many threads for Faiss and torch, and with it for our own kernels."""
+    """Set the number of threads of Faiss and torch, which our kernels follow."""
     before = faiss.omp_get_max_threads(), torch.get_num_threads()
     faiss.omp_set_num_threads(count)
     torch.set_num_threads(count)

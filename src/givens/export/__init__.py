@@ -1,4 +1,4 @@
-"""Indexes for other programs to serve; each file imports one package, when it is imported."""
+"""Indexes for other programs; each module imports the package that it is for."""
 
-# Lists of an inverted file that a search looks into unless it is told otherwise.
+# The default nprobe.
 NPROBE = 16

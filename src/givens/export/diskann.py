@@ -1,4 +1,4 @@
-"""A quantizer as the files that DiskANN's product quantizer is read from.
+"""A quantizer as the files of DiskANN's product quantizer.
 
     PREFIX_pq_pivots.bin                      at 0: where the three tables begin, 4 × uint64
                                               from 4096 on: pivots (256, n), centroid (n, 1),
@@ -6,9 +6,9 @@
     PREFIX_pq_pivots.bin_rotation_matrix.bin  (n, n), y = (x − centroid) M with M = R
     PREFIX_pq_compressed.bin                  codes (N, D), uint8
 
-Every table has its rows and columns before it, as int32; all is little-endian, and float32 unless
-said. DiskANN always has 256 pivots: where there are fewer codewords, the rest are so far away that
-no code is theirs. The centroid is 0, for the codebooks hold the mean.
+The numbers of rows and columns precede every table, as int32; all is little-endian, and float32
+unless stated. DiskANN always has 256 pivots: fewer codewords are filled up with points so far away
+that no code uses them. The centroid is 0, since the codebooks include the mean.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from givens.storage.given import as_vectors
 from givens.storage.vectors import chunks
 
 PIVOTS = 256
-# The first table begins here.
+# The first table starts here.
 METADATA = 4096
 
 
@@ -36,18 +36,17 @@ def to_diskann(
     *,
     progress: Callable[[int], object] | None = None,
 ) -> list[Path]:
-    """Write the pivots, the rotation and the vectors' codes; returns their paths.
+    """Write the pivots, the rotation and the vectors' codes; returns the paths.
 
-    The graph is DiskANN's own business. Beside one that DiskANN has built of the same vectors, as
-    PREFIX_disk.index, these files take the place of the ones it has made. Each is whole or not
-    there, but there are three: a search begins after all are written.
+    The files replace those that DiskANN has written beside its graph, PREFIX_disk.index, of the
+    same vectors. Each write is atomic, but there are three: do not search before all are written.
 
     Args:
-        q: without coarse centroids, by "l2" or "cosine"; for this one DiskANN's vectors and queries
-            must be normalised, and its metric is L2.
-        vectors: (N, n), in DiskANN's order; none writes pivots and rotation alone.
-        prefix: of the files, as `index/ann`.
-        progress: is told of how many vectors were done.
+        q: without coarse centroids, with metric "l2" or "cosine"; for the latter normalise
+            DiskANN's vectors and queries, and use L2 there.
+        vectors: (N, n), in DiskANN's order; None writes only pivots and rotation.
+        prefix: of the files, such as `index/ann`.
+        progress: called with the number of vectors encoded since the last call.
     """
     if q.coarse is not None:
         raise ValueError(
@@ -78,7 +77,7 @@ def to_diskann(
 
 
 def paths(prefix: str | Path) -> tuple[Path, Path, Path]:
-    """The files of pivots, rotation and codes."""
+    """The paths of pivots, rotation and codes."""
     pivots = Path(f"{prefix}_pq_pivots.bin")
     rotation = pivots.with_name(pivots.name + "_rotation_matrix.bin")
     return pivots, rotation, Path(f"{prefix}_pq_compressed.bin")

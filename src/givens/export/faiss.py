@@ -1,17 +1,17 @@
 """A Quantizer as an index that Faiss loads, adds to and searches, and back.
 
-    IndexPreTransform           y = A x with A = Rᵀ; for cosine, x is normalised before
+    IndexPreTransform y = A x with A = Rᵀ; for cosine, x is normalised first
       over IndexPQ, IndexIVFPQ  the codebooks, and the coarse centroids as centres of the lists
       or their FastScan forms   for 16 codewords
       or IndexHNSWPQ            a graph of the same codes
-    IndexRefineFlat             around these on request; for cosine, inside the normalisation
+    IndexRefineFlat optionally around these; for cosine, inside the normalisation
 
-Codes are Faiss's own, code for code, except where two codewords are equally near within rounding.
-Faiss packs codes in ⌈log₂ K⌉ bits: where K is no power of two, the codebooks are filled up with
-codewords so far away that none is ever chosen, and `from_faiss` takes them off again.
+Codes equal Faiss's own, except where two codewords are equally near within rounding. Faiss packs
+codes in ⌈log₂ K⌉ bits: if K is not a power of two, the codebooks are padded with codewords so far
+away that none is ever chosen, and `from_faiss` removes them again.
 
-To a GPU goes what Faiss takes there: `faiss.index_cpu_to_gpu(resources, 0, to_faiss(q, x))` for
-"ivfpq" with 256 codewords, by the GPU build of Faiss.
+The GPU build of Faiss moves "ivfpq" with 256 codewords to a GPU: `faiss.index_cpu_to_gpu(resources,
+0, to_faiss(q, x))`.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from givens.export.parts import (
     metric_of,
     replace_parts,
 )
-from givens.export.source import FAR, Source, checked_ids, slice_rows
+from givens.export.source import FAR, Source, check_ids, slice_rows
 from givens.export.stored import Stored, load_index, recording, save_index
 from givens.quantizer import Codes, Metric, Quantizer
 from givens.storage.given import as_vectors
@@ -52,7 +52,7 @@ __all__ = [
     "Kind",
     "Source",
     "Stored",
-    "checked_ids",
+    "check_ids",
     "code_size",
     "empty_index",
     "fit_opq",
@@ -79,20 +79,20 @@ def to_faiss(
     ids: npt.ArrayLike | None = None,
     progress: Callable[[float], object] | None = None,
 ) -> Any:
-    """A Faiss index with the quantizer's parts and the vectors' codes.
+    """Build a Faiss index from a quantizer and vectors.
 
     Args:
         q: the quantizer.
-        vectors: (N, n), in any form that `givens.fit` takes, streamed; or their `Codes`, as they
-            are; none gives an empty index that Faiss can add to.
-        kind: by default "ivfpq" with coarse centroids and "pq" without; the FastScan forms take
-            16 codewords. "hnswpq" searches a graph of the codes, without coarse centroids; nothing
-            can be removed from it.
-        refine: whether the vectors are kept too, in float32, and decide among ten times as many
-            candidates (`k_factor` of the index).
-        ids: (N,) what the index answers with, instead of the vectors' positions.
-        progress: is told of how many vectors were done, each time some were; of halves of them
-            where they are read twice.
+        vectors: (N, n), in any form that `givens.fit` takes, streamed; or their `Codes`, stored as
+            they are; None gives an empty index that Faiss can add to.
+        kind: by default "ivfpq" with coarse centroids and "pq" without; the FastScan forms need 16
+            codewords. "hnswpq" searches a graph of the codes, without coarse centroids; it does not
+            support removal.
+        refine: whether to keep the vectors too, in float32, and re-rank ten times as many
+            candidates with them (`k_factor` of the index).
+        ids: (N,) the ids that a search returns; the vectors' positions by default.
+        progress: called with the number of vectors done since the last call; a vector counts half
+            in each pass if there are two.
     """
     index = empty_index(q, kind, refine=refine)
     if ids is not None and (q.coarse is None or refine):
@@ -120,9 +120,9 @@ def fit_opq(
     metric: Metric = "l2",
     identity: bool = False,
 ) -> Quantizer:
-    """What Faiss's own OPQ and PQ make of vectors, with its defaults: to compare with.
+    """Fit Faiss's own OPQ and PQ with its defaults, as a baseline.
 
-    Its rotation starts at random, or from the identity where that is asked for.
+    Its rotation has a random start, or the identity start if asked for.
     """
     nbits = (codewords - 1).bit_length()
     if codewords != 1 << nbits:
@@ -135,15 +135,15 @@ def fit_opq(
     n = x.shape[1]
     lists = f"IVF{coarse}," if coarse else ""
     by = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
-    # "np": Faiss would reorder codewords, which changes no distance and takes longer than k-means.
+    # "np": no reordering of codewords, which changes no distance and takes longer than k-means.
     text = f"OPQ{subspaces}_{n},{lists}PQ{subspaces}x{nbits}{'' if coarse else 'np'}"
     index: Any = faiss.index_factory(n, text, by)
     rotation: Any = faiss.downcast_VectorTransform(index.chain.at(0))
     rotation.pq = alternated = faiss.ProductQuantizer(n, subspaces, nbits)
     if identity:
-        # What training finds in A it starts from.
+        # Training starts from the A that it finds.
         faiss.copy_array_to_vector(np.eye(n, dtype=np.float32).ravel(), rotation.A)
-    # They warn of fewer than 39 vectors for each codeword, which is what there may be.
+    # Silence the warning about fewer than 39 vectors for each codeword.
     for pq in (alternated, core_of(index).pq):
         pq.cp.min_points_per_centroid = 1
     index.train(x.numpy())
@@ -152,7 +152,7 @@ def fit_opq(
 
 
 def _add(index: Any, q: Quantizer, source: Source, *, plain: bool) -> None:
-    """Fill an index; where there is more in it than codes, Faiss encodes."""
+    """Fill an index; if it holds more than codes, Faiss encodes."""
     core = core_of(index)
     if plain and isinstance(core, faiss.IndexPQ):
         _add_codes(index, core, q, source)
@@ -168,9 +168,9 @@ def _add(index: Any, q: Quantizer, source: Source, *, plain: bool) -> None:
 
 
 def _add_codes(index: Any, core: Any, q: Quantizer, source: Source) -> None:
-    """Our codes are Faiss's, and take less time, the less on a GPU.
+    """Add vectors by our own codes, which equal Faiss's and take less time.
 
-    There is room for all from the beginning: growing would hold twice the codes and more.
+    Memory for all codes is allocated at once: growing would hold them twice.
     """
     core.codes.resize(len(source.vectors) * core.code_size)
     core.codes.resize(0)
@@ -199,20 +199,20 @@ def _add_given(index: Any, q: Quantizer, codes: Codes, ids: npt.ArrayLike | None
 
 
 def pack_codes(fine: Tensor, nbits: int) -> npt.NDArray[np.uint8]:
-    """Codes (N, D) as Faiss keeps them, (N, bytes)."""
+    """Pack codes (N, D) as Faiss does, (N, bytes)."""
     codes = fine.cpu().numpy()
     return codes if nbits == 8 else faiss.pack_bitstrings(codes.astype(np.int32), nbits)
 
 
 def _add_to_lists(core: Any, q: Quantizer, source: Source) -> None:
-    """Two passes: the first says how long each list will be, the second fills it."""
+    """Fill inverted lists in two passes: the first counts their sizes, the second adds."""
     device, lists = q.device, faiss.downcast_InvertedLists(core.invlists)
     counts = np.zeros(core.nlist, np.int64)
     with _scratch() as assigned:
         for part, _ in source.slices(0.5):
             numbers = q.assign(q.rotate(part.to(device))).cpu().numpy()
             counts += np.bincount(numbers, minlength=core.nlist)
-            # Not `tofile`, which counts what it could not write and does not say why.
+            # Not `tofile`, which does not say why a write failed.
             assigned.write(numbers.data)
         assigned.seek(0)
         for number, count in enumerate(counts):
@@ -229,7 +229,7 @@ def _add_to_lists(core: Any, q: Quantizer, source: Source) -> None:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Any]:
-    """A file without a name, whose errors name the folder that it is in."""
+    """An unnamed temporary file, whose errors name its folder."""
     try:
         with tempfile.TemporaryFile() as file:
             yield file

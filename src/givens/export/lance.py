@@ -1,14 +1,14 @@
 """A Quantizer and its vectors as a Lance dataset with an IVF_PQ index of the same parts.
 
-Lance has no place for a rotation: the dataset holds rotated vectors, in a column that is called
-so, and `query` rotates queries. Without it a query is rotated in one line, which the dataset's
-schema shows in its metadata, with the fingerprint of the quantizer:
+Lance has no place for a rotation, so the dataset holds rotated vectors, in the column "rotated",
+and `query` rotates queries. Without `query`, one line does it; the metadata of the dataset's schema
+shows it, with the fingerprint of the quantizer:
 
     nearest = {"column": "rotated", "q": q.rotate(x[None])[0].numpy(), "k": 10, "nprobes": 16}
     table = lance.dataset("items.lance").to_table(nearest=nearest)
 
-Where it is cosine, both are normalised and compared by L2, which orders unit vectors alike. By
-inner product Lance would encode the vectors themselves, not the residuals our codebooks are for.
+For cosine, both are normalised and compared by L2, which gives the same order. The inner product is
+not supported: Lance would encode the vectors themselves, while our codebooks are for residuals.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ import torch
 
 from givens.checks import check_lengths, check_table, check_whole
 from givens.export import NPROBE
-from givens.export.source import FAR, Source, checked_ids
+from givens.export.source import FAR, Source, check_ids
 from givens.quantizer import Quantizer
 
 try:
@@ -30,7 +30,7 @@ except ImportError as error:
     raise ImportError("a Lance dataset needs lance: pip install 'givens[lance]'") from error
 
 ROTATED, ID = "rotated", "id"
-# What the schema says of the quantizer, and of how a query is rotated.
+# The schema's metadata: the quantizer, and how to rotate a query.
 FINGERPRINT, METRIC, HOW = "givens.fingerprint", "givens.metric", "givens.query"
 ONE_LINE = f'{{"column": "{ROTATED}", "q": q.rotate(x[None])[0].numpy(), "k": 10}}'
 
@@ -50,16 +50,16 @@ def to_lance(
         q: the quantizer, with coarse centroids.
         vectors: (N, n), a tensor, an array or a file from `givens.storage.vectors.read`, streamed.
         uri: a folder, or an address that Lance writes to.
-        payload: columns of N values to keep beside the vectors.
-        ids: (N,) integers, the vectors' positions unless given.
-        mode: "overwrite" makes a new version of a dataset that is there.
+        payload: columns of N values to store beside the vectors.
+        ids: (N,) integers; the vectors' positions by default.
+        mode: "overwrite" writes a new version of an existing dataset.
     """
     if q.coarse is None:
         raise ValueError("an IVF_PQ index needs coarse centroids, but this quantizer has none")
     if q.metric == "ip":
         raise ValueError("metric must be 'l2' or 'cosine' for Lance, but got 'ip'")
     N = len(vectors)
-    names = np.arange(N) if ids is None else checked_ids(ids, N)
+    names = np.arange(N) if ids is None else check_ids(ids, N)
     columns = _columns(payload, N)
     source = Source(vectors, q.dim, names, metric=q.metric)
     fields = [
@@ -96,16 +96,16 @@ def query(
     refine: int | None = None,
     columns: list[str] | None = None,
 ) -> pa.Table:
-    """The k nearest rows of each query (M, n), one query after another, the nearest first.
+    """Search the k nearest rows of each query (M, n); a table, query by query, nearest first.
 
     Args:
         dataset: from `to_lance`, or its address.
         q: the quantizer that it was made with.
-        queries: as they are; they are rotated here.
+        queries: not rotated.
         k: rows of each query.
-        nprobes: lists to look into.
-        refine: rank refine·k candidates again by the stored vectors.
-        columns: of the payload, beside `query`, `id` and `_distance`.
+        nprobes: number of lists to search.
+        refine: re-rank refine·k candidates by the stored vectors.
+        columns: of the payload, in addition to `query`, `id` and `_distance`.
     """
     for name, number in (("k", k), ("nprobes", nprobes), ("refine", refine)):
         if number is not None:

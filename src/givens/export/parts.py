@@ -1,4 +1,4 @@
-"""A quantizer's parts in a Faiss index, and out of one again."""
+"""Put a quantizer's parts into a Faiss index, and take them out again."""
 
 from typing import Any, Literal, get_args
 
@@ -14,24 +14,25 @@ from givens.rotation import determinant
 
 Kind = Literal["pq", "ivfpq", "pq-fastscan", "ivfpq-fastscan", "hnswpq"]
 
-# Edges of a vector in the graph of "hnswpq", twice as many at its bottom.
+# Edges of a vector in the graph of "hnswpq"; twice as many at the lowest level.
 NEIGHBOURS = 32
-# Times k, as many candidates a search looks at again by the vectors themselves.
+# Candidates for re-ranking, as a multiple of k.
 CANDIDATES = 10
 
 
 def empty_index(
     q: Quantizer, kind: Kind | None = None, *, table: bool = True, refine: bool = False
 ) -> Any:
-    """A Faiss index with the quantizer's parts and no vectors; `refine` is as in `to_faiss`.
+    """A Faiss index with the quantizer's parts, without vectors; `refine` is as in `to_faiss`.
 
-    The table lets an inverted file search faster and takes up to 2 GB: not for one that is written.
+    Faiss's precomputed table makes searches faster and takes up to 2 GB; it is not written to
+    files.
     """
     kind = kind or ("pq" if q.coarse is None else "ivfpq")
     _check_kind(q, kind)
     metric = faiss.METRIC_L2 if q.metric == "l2" else faiss.METRIC_INNER_PRODUCT
     n, D, nbits = q.dim, q.subspaces, max(1, (q.codewords - 1).bit_length())
-    # Any: the stubs of Faiss know only some of its members.
+    # Any: Faiss's stubs are incomplete.
     core: Any
     form: Any
     if kind == "hnswpq":
@@ -55,7 +56,7 @@ def empty_index(
     if refine:
         around: Any = faiss.IndexRefineFlat(index)
         around.k_factor = CANDIDATES
-        # The vectors that are kept are compared as the codes are: normalised for cosine.
+        # For cosine the vectors to re-rank by are normalised, as the codes are.
         index = around if normal is None else faiss.IndexPreTransform(normal, around)
     elif normal is not None:
         index.prepend_transform(normal)
@@ -63,10 +64,11 @@ def empty_index(
 
 
 def from_faiss(index: Any) -> Quantizer:
-    """The Quantizer in a Faiss index: OPQ or any rotation, over PQ or IVFPQ or a FastScan form.
+    """Take the Quantizer out of a Faiss index: any rotation, over PQ, IVFPQ or a FastScan form.
 
-    A rotation of determinant −1, as Faiss's OPQ makes, has its last column flipped together with
-    the last coordinate of codebooks and centroids, which changes no code and no distance.
+    If the rotation has determinant −1, as Faiss's OPQ often has, its last column is flipped
+    together with the last coordinate of codebooks and centroids, which changes no code and no
+    distance.
     """
     if not index.is_trained:
         raise ValueError("index must be trained, but is not")
@@ -95,20 +97,20 @@ def from_faiss(index: Any) -> Quantizer:
 
 
 def replace_parts(index: Any, q: Quantizer, *, table: bool = True) -> None:
-    """Give an index the rotation, codebooks and centroids of q; its codes stay as they are."""
+    """Replace the rotation, codebooks and centroids of an index by those of q; codes are kept."""
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexIDMap):
         index = faiss.downcast_index(index.index)
     linear: Any = faiss.downcast_VectorTransform(index.chain.at(index.chain.size() - 1))
     faiss.copy_array_to_vector(q.rotation.mT.contiguous().cpu().numpy().ravel(), linear.A)
-    # So that Faiss can go back, to reconstruct vectors.
+    # So that Faiss can invert it to reconstruct vectors.
     linear.set_is_orthonormal()
     core = core_of(index)
     codebooks = np.full((q.subspaces, core.pq.ksub, core.pq.dsub), FAR, np.float32)
     codebooks[:, : q.codewords] = q.codebooks.cpu().numpy()
     faiss.copy_array_to_vector(codebooks.ravel(), core.pq.centroids)
     if isinstance(faiss.downcast_index(index.index), faiss.IndexHNSWPQ):
-        # By which the graph compares vectors that are in it.
+        # Used by the graph to compare its vectors.
         core.pq.compute_sdc_table()
     if q.coarse is not None:
         core.quantizer.reset()
@@ -118,18 +120,18 @@ def replace_parts(index: Any, q: Quantizer, *, table: bool = True) -> None:
 
 
 def inverted(index: Any) -> Any:
-    """The inverted file inside an index, whose `nprobe` can be set, or None."""
+    """The inverted file inside an index, to set its `nprobe`; None if there is none."""
     core = core_of(index)
     return core if hasattr(core, "nlist") else None
 
 
 def is_quantized(index: Any) -> bool:
-    """Whether an index has a product quantizer; Faiss has more kinds."""
+    """Whether an index has a product quantizer."""
     return hasattr(core_of(index), "pq")
 
 
 def code_size(index: Any) -> int | None:
-    """Bytes of a vector's code; None where an index has none, as a graph."""
+    """The bytes of a vector's code; None for an index without codes, such as a graph."""
     if is_quantized(index):
         return int(core_of(index).pq.code_size)
     try:
@@ -150,7 +152,7 @@ def _check_kind(q: Quantizer, kind: str) -> None:
 
 
 def core_of(index: Any) -> Any:
-    """What is inside: transforms, names, a graph and a second look are around it."""
+    """The innermost index, without transforms, id maps, graph and re-ranking."""
     index = faiss.downcast_index(index)
     inside = _inside(index)
     return index if inside is None else core_of(inside)
@@ -165,7 +167,7 @@ def _inside(index: Any) -> Any:
 
 
 def _unwrap(index: Any) -> tuple[npt.NDArray[np.float32], bool, Any]:
-    """The product A of an index's transforms, whether it normalises, and what they are around."""
+    """The product A of an index's transforms, whether it normalises, and the index inside."""
     A, normalised, first = np.eye(index.d, dtype=np.float32), False, True
     inside = index
     while inside is not None:
@@ -194,7 +196,7 @@ def _unwrap(index: Any) -> tuple[npt.NDArray[np.float32], bool, Any]:
 
 
 def metric_of(index: Any) -> Metric:
-    """What an index of any kind ranks by: after a normalisation, it is the cosine."""
+    """The metric of any index; after a normalisation it is the cosine."""
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexIDMap):
         return metric_of(index.index)

@@ -1,7 +1,7 @@
-"""Shards encoded by Ray: on this machine, or on a cluster that shares the folder they go to.
+"""Encode shards with Ray, on this machine or on a cluster with a shared folder.
 
-A job is a task of its own. Ray runs it again where its worker was killed, and a shard is written
-whole or not at all, so that it does not matter how often.
+Each job is a task. Ray repeats it if its worker is killed; since shards are written atomically,
+repetition is harmless.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ try:
 except ImportError as error:
     raise ImportError("--engine ray needs ray: pip install 'givens[ray]'") from error
 
-# The quantizer and some ids are all that goes through it.
+# Only the quantizer and some ids go through Ray's memory.
 OBJECT_STORE = 128 << 20
-# Workers of one job that may die before the build gives up.
+# How often a job is retried after its worker has died.
 RETRIES = 3
 
 
@@ -37,16 +37,16 @@ def encode_on_ray(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> list[Shard]:
-    """Write all shards, each by a worker of one core.
+    """Write all shards; each worker has one core.
 
     Args:
         q: the quantizer.
-        jobs: from `shards.plan`; their addresses must mean the same files on all machines.
-        folder: where the shards go, the same on all machines.
-        ids: (N,) of all vectors, instead of their positions.
-        address: of a running cluster; none starts Ray on this machine, for this call.
-        workers: jobs at once, all cores if left out.
-        progress: is told of vectors that are done.
+        jobs: from `shards.plan`; their paths must be valid on all machines.
+        folder: of the shards, the same on all machines.
+        ids: (N,) of all vectors; their positions by default.
+        address: of a running cluster; None starts Ray on this machine for this call.
+        workers: number of parallel jobs; all cores by default.
+        progress: called with the number of vectors encoded since the last call.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, but got {workers}")
@@ -63,7 +63,7 @@ def encode_on_ray(
         done: dict[int, Shard] = {}
         try:
             while len(done) < len(jobs):
-                # A few at a time: the ids of each lie in Ray's memory until it is done.
+                # A few at a time: Ray's memory holds the ids of each until it is done.
                 for job in waiting:
                     running[task.remote(shared, job, where, ids_of(job, ids))] = job
                     if len(running) >= 2 * at_once:
@@ -81,7 +81,7 @@ def encode_on_ray(
 
 @contextlib.contextmanager
 def _connect(address: str | None, workers: int | None) -> Iterator[None]:
-    """Ray as the caller has it, at the address, or started for the while."""
+    """Use the caller's Ray, connect to the address, or start Ray for the duration of the block."""
     if ray.is_initialized():
         yield
         return
@@ -107,7 +107,7 @@ def _connect(address: str | None, workers: int | None) -> Iterator[None]:
 
 
 def _knock(address: str | None) -> None:
-    """Find out in seconds, where Ray takes minutes, whether anyone is at host:port."""
+    """Raise within seconds if nothing listens at host:port; Ray would take minutes."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=10).close()
@@ -118,7 +118,7 @@ def _result(ready: Any, job: Job) -> Shard:
     try:
         shard: Shard = ray.get(ready)
     except ray.exceptions.RayTaskError as error:
-        # What the job itself had to say, without Ray's traceback around it.
+        # The job's own error, without Ray's traceback around it.
         raise error.cause from None
     except ray.exceptions.OutOfMemoryError:
         raise MemoryError(

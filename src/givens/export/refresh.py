@@ -1,7 +1,6 @@
-"""Bring a Faiss index up to date with a model that went on training, under the same ids.
+"""Update a Faiss index after further training of the model, under the same ids.
 
-Rotation, codebooks and centroids are small: the index's own are replaced. A vector's code is
-written again only where it differs from the one that the index holds.
+Rotation, codebooks and centroids are replaced. Only codes that have changed are rewritten.
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Vectors as an index holds them: their ids, packed codes (N, bytes) and lists."""
+    """The contents of an index: ids, packed codes (N, bytes) and lists."""
 
     ids: Integers
     packed: npt.NDArray[np.uint8]
@@ -33,19 +32,19 @@ class Held:
 def refresh(
     index: Any, q: Quantizer, vectors: Any, *, ids: npt.ArrayLike | None = None
 ) -> Integers:
-    """Make an index what `to_faiss(q, vectors, ids=ids)` is, in place; returns the ids it wrote.
+    """Turn an index into `to_faiss(q, vectors, ids=ids)`, in place; returns the changed ids.
 
-    If anything is wrong, nothing is changed. Items leave by `index.remove_ids` before and come by
-    `index.add_with_ids` after it.
+    If an argument is invalid, nothing is changed. Remove items with `index.remove_ids` before, and
+    add new ones with `index.add_with_ids` afterwards.
 
     Args:
-        index: from `to_faiss`, of kind "pq" or "ivfpq" and the sizes and metric of q.
-        q: the quantizer as it is now. Where it is not the index's own any more, every code means
-            another vector, so that vectors must be of all items.
-        vectors: (N, n), what the items are now.
-        ids: (N,) of the items; their positions unless given.
+        index: from `to_faiss`, of kind "pq" or "ivfpq", with the sizes and metric of q.
+        q: the current quantizer. If it differs from the index's, all codes change their meaning,
+            and `vectors` must have all items.
+        vectors: (N, n), the items' current vectors.
+        ids: (N,) of the items; their positions by default.
     """
-    core = _checked_core(index, q)
+    core = _check_core(index, q)
     held = _read_codes(index, core)
     old = from_faiss(index).fingerprint
     names = np.arange(len(vectors)) if ids is None else np.asarray(ids)
@@ -100,7 +99,7 @@ def _pack(codes: Codes, ids: Integers, core: Any) -> Held:
 
 
 def _write_to_lists(core: Any, fresh: Held) -> None:
-    """Take the items out of the lists where they were, and put them where they belong."""
+    """Move items to the lists where they belong now."""
     core.remove_ids(fresh.ids)
     fresh = fresh[np.argsort(fresh.lists, kind="stable")]
     numbers, starts = np.unique(fresh.lists, return_index=True)
@@ -112,7 +111,7 @@ def _write_to_lists(core: Any, fresh: Held) -> None:
 
 
 def _rows(names: npt.NDArray[Any], held: Integers, N: int, *, whole: bool) -> Integers:
-    """Where in the index the named items are."""
+    """The rows of the named items in the index."""
     if names.shape != (N,) or names.dtype.kind not in "iu" or len(np.unique(names)) != N:
         raise ValueError(
             f"ids must be {N} different integers, one for each vector, "
@@ -129,13 +128,13 @@ def _rows(names: npt.NDArray[Any], held: Integers, N: int, *, whole: bool) -> In
         )
     if whole and len(held) != N:
         raise ValueError(
-            "vectors must be of all items where the quantizer is not the index's own any more, "
+            "vectors must have all items if q differs from the index's quantizer, "
             f"but got {N} for {len(held)} in the index"
         )
     return rows
 
 
-def _checked_core(index: Any, q: Quantizer) -> Any:
+def _check_core(index: Any, q: Quantizer) -> Any:
     core: Any = faiss.downcast_index(index)
     transforms = 0
     while isinstance(core, faiss.IndexIDMap | faiss.IndexPreTransform):
@@ -150,7 +149,7 @@ def _checked_core(index: Any, q: Quantizer) -> Any:
     lists = faiss.downcast_InvertedLists(core.invlists) if hasattr(core, "nlist") else None
     if lists is not None and not isinstance(lists, faiss.ArrayInvertedLists):
         raise ValueError("index must have its lists in memory, but they are on the disk")
-    # 0 is Faiss's NoMap; what is written into the lists here would pass a map by.
+    # 0 is Faiss's NoMap; writing into the lists here would bypass a map.
     if hasattr(core, "nlist") and core.direct_map.type != 0:
         raise ValueError("index must have no direct map, but has one; clear it first")
     old = repr(from_faiss(index))

@@ -1,15 +1,15 @@
-"""Inverted lists in shards: encoded apart, searched together, merged into one Faiss index.
+"""Inverted lists in shards: encoded separately, searched together or merged into one index.
 
-    FOLDER/00000-….lists          codes and ids of some rows, list by list as Faiss lays them out
+    FOLDER/00000-….lists codes and ids of some rows, list by list in Faiss's layout
     FOLDER/quantizer-….safetensors
-    FOLDER/manifest.json          last: which of them are the index, with their checksums
+    FOLDER/manifest.json written last: the files of the index, with their checksums
 
-A shard's name and header say what it is made of, the quantizer's fingerprint and the state of the
-files it was read from. So a build that was stopped goes on where it was, and a new one beside an
-old one leaves the old one whole until the manifest is replaced.
+A shard's name and header identify its content: the rows, the quantizer's fingerprint and the state
+of the source files. So a stopped build continues where it was, and a new build leaves the old index
+intact until the manifest is replaced.
 
-Shards are cut at the slices that `to_faiss` encodes at once, and keep the order of rows: merged,
-they are the file that `to_faiss` and Faiss would have written, byte for byte.
+Shards consist of whole slices of `to_faiss` and keep the order of rows: merged, they equal, byte
+for byte, the file that `to_faiss` and Faiss would have written.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import hashlib
 import json
 import mmap
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -28,24 +29,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from givens import distributed
 from givens.export.faiss import (
     Source,
     Stored,
-    checked_ids,
+    check_ids,
     empty_index,
     inverted,
     recording,
+    save_index,
     slice_rows,
 )
 from givens.export.lists import ID, KIND, Ids, Lists, centroids, total
+from givens.export.parts import core_of
 from givens.quantizer import Quantizer, load
 from givens.storage import files, vectors
 
 FORMAT = 1
 MANIFEST, LOCK = "manifest.json", "lock"
-# Vectors of a shard, about: what a worker holds the codes of.
+# The approximate number of vectors in a shard; a worker holds their codes.
 ROWS = 1 << 19
-# Bytes of shards that are mapped before the system is told to forget them.
+# Bytes of mapped shards to read before their pages are dropped.
 WINDOW = 1 << 26
 
 Progress = Callable[[float], object]
@@ -53,7 +57,7 @@ Progress = Callable[[float], object]
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one file, and the file's state when the build was planned."""
+    """Rows of one file, with the file's state when the build was planned."""
 
     address: str
     first: int
@@ -63,7 +67,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Job:
-    """The rows of a shard: where they begin among all, and in which files they are."""
+    """The rows of a shard: the first one's position among all, and the files."""
 
     number: int
     first: int
@@ -71,11 +75,11 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return sum(piece.stop - piece.first for piece in self.pieces)
 
     def read(self) -> vectors.Vectors:
-        """The vectors, from files that are still as they were."""
+        """Read the vectors; raises if a file has changed."""
         for piece in self.pieces:
             if vectors.stamp(piece.address) != piece.stamp:
                 raise ValueError(f"{piece.address} has changed since the build began; run it again")
@@ -96,7 +100,7 @@ class Shard:
 
 
 def plan(sources: Sequence[str], dim: int) -> list[Job]:
-    """Cut the vectors of all files into shards."""
+    """Divide the vectors of all files into shards."""
     slices = slice_rows(dim)
     room = max(ROWS // slices, 1) * slices
     jobs: list[Job] = []
@@ -125,9 +129,9 @@ def plan(sources: Sequence[str], dim: int) -> list[Job]:
 
 
 def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -> Shard:
-    """Write the shard of a job, unless it is there and whole.
+    """Write the shard of a job, unless it is there and complete.
 
-    Memory: a slice of vectors, and the shard's codes and ids three times at most.
+    Needs memory for a slice of vectors, and for the shard's codes and ids at most three times.
     """
     claim = {
         "fingerprint": q.fingerprint,
@@ -140,7 +144,7 @@ def encode(q: Quantizer, job: Job, folder: str | Path, ids: Ids | None = None) -
     if not _is_whole(path, claim, job.rows):
         names = np.arange(job.first, job.first + job.rows) if ids is None else ids
         source = Source(job.read(), q.dim, None, first=job.first, metric=q.metric)
-        sizes, lists = _lists(q, source, checked_ids(names, job.rows))
+        sizes, lists = _lists(q, source, check_ids(names, job.rows))
         tensors = {"sizes": torch.from_numpy(sizes), "lists": torch.from_numpy(lists)}
         files.save(path, KIND, tensors, claim)
     return Shard(path.name, job.rows, files.checksum(path))
@@ -170,7 +174,7 @@ def ids_of(job: Job, ids: Ids | None) -> Ids | None:
 
 @contextlib.contextmanager
 def building(folder: str | Path) -> Iterator[None]:
-    """Be the only build in a folder, which is made where there is none."""
+    """Create the folder if needed, and lock it against other builds."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} must be a folder for shards, but is a file")
@@ -188,7 +192,7 @@ def building(folder: str | Path) -> Iterator[None]:
         with files.locked(folder / LOCK, refusal):
             yield
     finally:
-        # A build that came to nothing leaves nothing.
+        # A failed build leaves nothing.
         with contextlib.suppress(OSError):
             folder.rmdir()
 
@@ -196,7 +200,7 @@ def building(folder: str | Path) -> Iterator[None]:
 def finish(
     q: Quantizer, shards: Sequence[Shard], folder: str | Path, about: Mapping[str, Any]
 ) -> None:
-    """Make shards the index in their folder: the manifest, and what belongs to no index goes."""
+    """Write the manifest of finished shards, and delete files that belong to no index."""
     folder = Path(folder)
     name = f"quantizer-{q.fingerprint[:12]}.safetensors"
     q.save(folder / name)
@@ -217,7 +221,7 @@ def finish(
 
 
 def load_shards(folder: str | Path) -> Stored:
-    """The index in a folder of shards, its lists memory-mapped, and the manifest as its record."""
+    """Load the index in a folder of shards, with memory-mapped lists and the manifest as record."""
     folder = Path(folder)
     manifest = _manifest(folder)
     q = load(_inside(folder, manifest["quantizer"]))
@@ -235,7 +239,7 @@ def load_shards(folder: str | Path) -> Stored:
             names = f"{path.name} and {other.path.name}"
             raise ValueError(f"{folder} is damaged: {names} are of the same vectors")
         opened[lists.job] = lists
-    # Any: the stubs of Faiss know only some of its members.
+    # Any: Faiss's stubs are incomplete.
     pointers: Any = getattr(faiss, "InvertedListsPtrVector")()  # noqa: B009
     mapped = [lists.map() for lists in opened.values()]
     for part in mapped:
@@ -243,7 +247,7 @@ def load_shards(folder: str | Path) -> Stored:
     together = faiss.HStackInvertedLists(len(mapped), pointers.data())
     core.replace_invlists(together, False)
     index.ntotal = core.ntotal = manifest["vectors"]
-    # Faiss holds pointers only.
+    # Faiss only holds pointers.
     index.referenced_objects = [*getattr(index, "referenced_objects", []), together, *mapped]
     return Stored(index, manifest)
 
@@ -256,10 +260,10 @@ def merge(
     about: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> None:
-    """Write one index of shards, the file that Faiss would have written.
+    """Merge shards into one index, the file that Faiss would have written.
 
-    By hand, for `faiss.contrib.ondisk` writes the lists into a second file beside the index.
-    Memory: the quantizer, a buffer and a window of the shards, however many vectors there are.
+    Not `faiss.contrib.ondisk`, which writes the lists into a second file. Needs memory for the
+    quantizer, a buffer and a window of the shards, for any number of vectors.
     """
     index = empty_index(q, table=False)
     code = inverted(index).code_size
@@ -276,10 +280,77 @@ def merge(
         record["seconds"] = {**about.get("seconds", {}), "merge": time.perf_counter() - began}
 
 
+def save_parts(
+    index: Any,
+    q: Quantizer,
+    path: str | Path,
+    about: Mapping[str, Any],
+    *,
+    first: int = 0,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Write the one index of vectors of which each rank has a part, in the order of the ranks.
+
+    It is the file that one process writes of all. Parts of inverted files go through shards in a
+    folder that ranks share; without lists, the first rank holds the codes of all vectors.
+
+    Args:
+        index: from `to_faiss`, of this rank's part.
+        q: the quantizer of all parts.
+        path: of the index, the same on all ranks.
+        about: what its record says.
+        first: the number of this part's first vector.
+        device: by which ranks exchange codes.
+    """
+    if distributed.alone():
+        save_index(index, path, about)
+    elif q.coarse is not None:
+        folder = Path(path).with_name(f"{Path(path).name}.parts")
+        distributed.from_first(lambda: folder.mkdir(exist_ok=True))
+        shards = distributed.from_all(lambda: _save_part(index, q, first, folder))
+        distributed.from_first(lambda: merge(q, shards, folder, path, about))
+        distributed.from_first(lambda: shutil.rmtree(folder))
+    else:
+        codes = torch.from_numpy(faiss.vector_to_array(core_of(index).codes)).to(device)
+        counts = distributed.from_all(lambda: len(codes))
+        others = [0] * (len(counts) - 1)
+        taken = counts if distributed.is_first() else [0, *others]
+        codes = distributed.exchange(codes, [len(codes), *others], taken)
+        distributed.from_first(lambda: save_index(_index_of(q, codes), path, about))
+
+
+def _save_part(index: Any, q: Quantizer, first: int, folder: Path) -> Shard:
+    """A rank's lists as a shard, its ids those among all vectors."""
+    core = inverted(index)
+    lists, code = faiss.downcast_InvertedLists(core.invlists), core.code_size
+    sizes = np.array([lists.list_size(number) for number in range(core.nlist)], np.int64)
+    raw, at = np.empty(core.ntotal * (code + ID), np.uint8), 0
+    for number in np.flatnonzero(sizes).tolist():
+        size = int(sizes[number])
+        middle, end = at + size * code, at + size * (code + ID)
+        raw[at:middle] = faiss.rev_swig_ptr(lists.get_codes(number), size * code)
+        ids = faiss.rev_swig_ptr(lists.get_ids(number), size) + first
+        raw[middle:end] = ids.view(np.uint8)
+        at = end
+    path = folder / f"{first:012d}.lists"
+    tensors = {"sizes": torch.from_numpy(sizes), "lists": torch.from_numpy(raw)}
+    files.save(path, KIND, tensors, {"fingerprint": q.fingerprint, "job": path.name})
+    return Shard(path.name, core.ntotal, files.checksum(path))
+
+
+def _index_of(q: Quantizer, codes: torch.Tensor) -> Any:
+    """An index of packed codes, one after another."""
+    index = empty_index(q)
+    core = core_of(index)
+    core.add_sa_codes(codes.cpu().numpy().reshape(-1, core.code_size))
+    index.ntotal = core.ntotal
+    return index
+
+
 def _lists(q: Quantizer, source: Source, ids: Ids) -> tuple[Ids, npt.NDArray[np.uint8]]:
-    """The sizes of all lists and their bytes."""
+    """Encode all vectors: the sizes of all lists, and their bytes."""
     coarse = centroids(q)
-    # Its parts live as long as it does.
+    # Kept, since its parts live no longer than it does.
     index = empty_index(q, table=False)
     pq = inverted(index).pq
     N, code, device = len(source.vectors), pq.code_size, q.device
@@ -304,7 +375,7 @@ def _lists(q: Quantizer, source: Source, ids: Ids) -> tuple[Ids, npt.NDArray[np.
 
 
 def _head(index: Any, sizes: Ids) -> bytes:
-    """What comes before the lists in Faiss's file."""
+    """The part of Faiss's file before the lists."""
     core = inverted(index)
     raw = faiss.serialize_index(index).tobytes()
     lead = b"ilar" + np.array([core.nlist, core.code_size], "<u8").tobytes()
@@ -348,7 +419,7 @@ def _copy_lists(
 
 
 def _check_merged(path: Path, sizes: Ids) -> None:
-    """Faiss must find in the file what was written."""
+    """Check that Faiss reads from the file what was written."""
     flags = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
     index = faiss.read_index(str(path), flags)
     core = inverted(index)
@@ -371,12 +442,12 @@ def _is_ours(path: Path) -> bool:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, its parts of the right kinds and its counts those of its shards."""
+    """Read the manifest, and check its types and counts."""
     if not (folder / MANIFEST).exists():
         raise ValueError(
             f"{folder} holds no finished index: there is no {MANIFEST}; run `givens build` again"
         )
-    # Of an earlier version it has no seal; another run of the build takes its shards as they are.
+    # An earlier version's has no seal; running the build again reuses its shards.
     try:
         manifest = files.read_sealed(folder / MANIFEST)
         shards = manifest["shards"]
@@ -396,11 +467,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A file that a manifest names, in its folder and nowhere else."""
+    """The path of a file that a manifest names, which must be in its folder."""
     path = folder / name
     home = Path(os.path.realpath(folder))
     if "\0" in name or Path(os.path.realpath(path)).parent != home:
         raise ValueError(f"{folder} is damaged: {MANIFEST} names {name!r:.80}, outside the folder")
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not whole: {path.name} is missing; build it again")
+        raise FileNotFoundError(f"{folder} is incomplete: {path.name} is missing; build it again")
     return path

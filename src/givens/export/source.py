@@ -41,7 +41,7 @@ class Source:
         check_table("vectors", vectors, dim)
         self.vectors, self.metric = vectors, metric
         self.progress, self.first = progress, first
-        self.ids = None if ids is None else checked_ids(ids, len(vectors))
+        self.ids = None if ids is None else check_ids(ids, len(vectors))
 
     def slices(
         self, weight: float = 1.0, device: torch.device | str = "cpu"
@@ -61,7 +61,7 @@ def slice_rows(dim: int) -> int:
     return max(BUFFER // dim, 1)
 
 
-def checked_ids(ids: npt.ArrayLike, N: int) -> npt.NDArray[np.int64]:
+def check_ids(ids: npt.ArrayLike, N: int) -> npt.NDArray[np.int64]:
     """Ids as Faiss takes them: N different integers, none negative."""
     names = np.asarray(ids)
     if names.shape != (N,) or names.dtype.kind not in "iu":

@@ -86,7 +86,7 @@ def load_index(path: str | Path, *, mapped: bool = False) -> Stored:
     except RuntimeError as error:
         # Faiss ends with what the system said last, of whatever it said it.
         reason = re.sub(r"\s*\([^()]*\)$", "", _line(error))
-        raise ValueError(f"{path} is not a Faiss index, or not all of one: {reason}") from error
+        raise ValueError(f"{path} is not a Faiss index, or is truncated: {reason}") from error
 
 
 def _holds_lists(index: Any, path: str | Path) -> bool:

@@ -1,8 +1,8 @@
 """Fit a quantizer to fixed embeddings: assignment, centroids and rotation in turn.
 
-Every iteration is one pass over the vectors, which assigns them and adds up their clusters; the
-rotation is learned from those sums (`moments`) and the codewords follow it. Early iterations look
-at a sixteenth and a quarter of the vectors.
+Every iteration passes over the vectors once, assigns them and adds up their clusters; the rotation
+is learned from those sums (`turns`) and the codewords follow it. Early iterations use a sixteenth
+and a quarter of the sample.
 """
 
 import dataclasses
@@ -36,46 +36,46 @@ METHODS: tuple[str, ...] = get_args(Method)
 Init = Literal["auto", "identity", "eigen", "random"]
 KIND = "fit"
 
-# Vectors that are looked at: 256 for each of 256 codewords.
+# The default sample: 256 vectors for each of 256 codewords.
 SAMPLE = 65_536
-# The sample grows by this factor, from at least so many vectors per codeword and per axis.
+# The sample grows by this factor, from at least this many vectors per codeword and per axis.
 GROWTH = 4
 PER_CODEWORD, PER_AXIS = 16, 8
-# Passes over each size of the sample, and of each start that is tried.
+# Passes over each size of the sample, and for each start that is tried.
 PASSES = 16
 TRIAL = 8
-# Turns of n/2 planes after a pass: by exact angles, and as in the paper. n of them visit about all
-# planes once; each costs n²K, so that this many over n cost a small part of the pass at any n.
+# Turns of n/2 planes after a pass: with exact angles, and as in the paper. n of them visit about
+# every plane once; each costs n²K, so this number over n costs little beside the pass at any n.
 EXACT_STEPS, RAW_STEPS = 8192, 5
-# A stage ends when a pass lowers the distortion by less than this part of it; early ones sooner.
+# A stage ends when a pass lowers the distortion by less than this fraction; early ones sooner.
 TOLERANCE, EARLY = 2e-4, 5
 COARSE_PASSES = 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Progress:
-    """Where a fit stands: what its callback is given, and what `resume` goes on from."""
+    """The state of a fit, as its callback receives it and `resume` continues from it."""
 
     iteration: int
-    """Passes that are done."""
+    """The number of passes so far."""
     iterations: int
-    """The most there will be."""
+    """The maximum number of passes."""
     vectors: int
-    """How many the last pass looked at."""
+    """The number of vectors in the last pass."""
     distortion: float
     """Their mean squared error, before the turn that followed."""
     rotation: Float[Tensor, "n n"]
     codebooks: Float[Tensor, "D K w"]
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, whole or not at all."""
+        """Write a safetensors file, atomically."""
         parts = dataclasses.asdict(self)
         tensors = {name: parts.pop(name).contiguous() for name in ("rotation", "codebooks")}
         files.save(path, KIND, tensors, parts)
 
     @classmethod
     def load(cls, path: str | Path) -> "Progress":
-        """Read what `save` wrote; a file that is not as it was saved is refused."""
+        """Load a file that `save` wrote. Raises ValueError if it is damaged."""
         contents = files.load(path, KIND)
         parts: dict[str, Any] = {**contents.metadata, **contents.tensors}
         return cls(**parts)
@@ -104,43 +104,44 @@ def fit(
 ) -> Quantizer:
     """Learn a rotation, codebooks and coarse centroids for vectors (N, n).
 
-    In float32, also under autocast. The same seed gives the same quantizer. With init="auto" the
-    result is at most as far from the vectors it looked at as that of method="pq".
+    Computes in float32, also under autocast. The same seed gives the same quantizer. With
+    init="auto" the distortion on the sample is never above that of method="pq".
 
     Args:
-        x: a tensor, an array or a memory-mapped file of any type of real numbers; lists, an Arrow
-            column, a column or frame of pandas or polars, or the path of a file. No vector may be
-            longer than 1e14, nor the longest shorter than 1e-12; for cosine none but 0 may be.
-        subspaces: D, bytes of a code.
-        codewords: K of each subspace, 2 to 256.
-        coarse: centroids of an inverted file; the codebooks are then of the residuals. 0 for none.
-        method: "pq" does not rotate, "opq" by SVD, "cayley" by Cayley's transform; "gcd-random",
-            "gcd-greedy", "gcd-steepest" and the ablations "overlapping-random" and
+        x: a tensor, an array or a memory-mapped file of any real type; lists, an Arrow column, a
+            column or frame of pandas or polars, or the path of a file. No vector may be longer than
+            1e14, and the longest must reach 1e-12; for cosine all but zero vectors must.
+        subspaces: D, the bytes of a code; must divide n.
+        codewords: K, for each subspace, 2 to 256.
+        coarse: number of coarse centroids of an inverted file; the codebooks then encode the
+            residuals. 0 for none.
+        method: "pq" does not rotate; "opq" learns R by SVD, "cayley" by the Cayley transform;
+            "gcd-random", "gcd-greedy", "gcd-steepest" and the ablations "overlapping-random" and
             "overlapping-greedy" by Givens rotations.
-        metric: "l2", "ip" or "cosine", for which vectors are normalised.
-        init: where R starts: at the "identity", "eigen"values dealt to the subspaces, "random", a
-            rotation, or an earlier quantizer, whose codebooks are the start too. "auto" tries the
+        metric: "l2", "ip" or "cosine"; the latter normalises vectors.
+        init: the initial R: "identity"; "eigen", which deals the eigenvalues to the subspaces;
+            "random"; a rotation; or a quantizer, whose codebooks are used as well. "auto" tries the
             first two.
-        seed: of everything that is drawn.
-        max_iter: the most passes; it stops where they no longer pay. 48 unless given, 16 where
-            the sample does not grow.
-        sample: how many vectors to look at, drawn once; 0 (or None) for all of them, read again in
-            every pass.
-        grow: whether early passes look at a part of the sample.
-        tol: it stops when a pass lowers the distortion by less than this part; −1 for never.
-        rate: the paper's λ, for its raw steps with codewords held, which has the square of the
-            data's scale in it. Without it the angles are exact, and the codewords follow.
-        steps: turns of n/2 planes after a pass; the lesser of n and 8192/n unless given, 5
-            with a rate.
-        callback: told of every pass. It may raise to stop.
-        resume: what a callback was told; the run then ends as if it had not been interrupted, given
-            the same vectors and options.
-        device: where to work; where x is, unless given.
+        seed: for all random draws.
+        max_iter: maximum number of passes; stops earlier by `tol`. 48 by default, 16 if the sample
+            does not grow.
+        sample: number of vectors to learn from, drawn once; 0 (or None) for all, which are then
+            read again in every pass.
+        grow: whether early passes use only a part of the sample.
+        tol: stop when a pass lowers the distortion by less than this fraction; −1 for never.
+        rate: the paper's λ, for its raw steps with codewords held fixed; it depends on the square
+            of the data's scale. By default angles are exact, and the codewords follow.
+        steps: turns of n/2 planes after a pass; by default the lesser of n and 8192/n, or 5 with a
+            rate.
+        callback: called with a `Progress` after every pass. It may raise to stop the fit.
+        resume: a `Progress` to continue from. With the same vectors and options, the result is that
+            of an uninterrupted run.
+        device: where to compute; the device of x by default.
     """
     x = as_vectors(x)
     _check(x, subspaces, codewords, coarse, sample)
     _check_choices(method, metric, rate, steps, max_iter, tol, seed)
-    # Integers of any library, but torch's generators take Python's.
+    # Any integer type is accepted, but torch's generators need Python's.
     subspaces, codewords, coarse, seed = map(int, (subspaces, codewords, coarse, seed))
     _check_init(init, subspaces, codewords, x.shape[1])
     _check_resume(resume, (x.shape[1], x.shape[1]), (subspaces, codewords, x.shape[1] // subspaces))
@@ -182,7 +183,7 @@ class Run:
         callback: Callable[[Progress], None] | None = None,
         resume: Progress | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Begin or go on, and alternate until it pays no more."""
+        """Start or resume, and alternate until `tol` or `max_iter`."""
         stages = self.stages(1 if isinstance(init, Quantizer) else 3)
         last = sum(passes for _, passes in stages)
         if resume is None:
@@ -210,11 +211,11 @@ class Run:
         return W, C
 
     def part(self, size: int) -> Sample:
-        """So many of the vectors, in memory; all of them stay where they are."""
+        """Draw `size` vectors into memory; the whole sample is returned as it is."""
         return self.data if size == len(self.data) else self.data.draw(size, self.seed)
 
     def stages(self, most: int) -> list[tuple[int, int]]:
-        """(vectors, passes) of each size of the sample, the last one all of it."""
+        """(vectors, passes) of each size of the sample; the last is all of it."""
         sizes = [len(self.data)]
         least = max(PER_CODEWORD * self.codewords, PER_AXIS * self.data.dim)
         while self.grow and len(sizes) < most and sizes[0] // GROWTH >= least:
@@ -227,7 +228,7 @@ class Run:
     def begin(
         self, init: Init | Tensor | Quantizer, sample: Sample, passes: int
     ) -> tuple[int, Tensor, Tensor]:
-        """The pass to go on from, W and C."""
+        """The first pass to do, with W and C."""
         device, n = self.data.device, self.data.dim
         if isinstance(init, Quantizer):
             return 0, init.rotation.mT.to(device).contiguous(), init.codebooks.to(device)
@@ -252,23 +253,23 @@ class Run:
         return trial, W, C
 
     def codebooks(self, sample: Sample, W: Tensor) -> Tensor:
-        """Sampled vectors to begin with."""
+        """The initial codebooks, of sampled vectors."""
         X = torch.cat(list(sample.draw(self.codewords, self.seed).chunks())) @ W.mT
         return X.view(self.codewords, self.subspaces, -1).transpose(0, 1).contiguous()
 
     def alternate(
         self, sample: Sample, W: Tensor, C: Tensor, at: int
     ) -> tuple[float, Tensor, Tensor]:
-        """Assign, measure, and move C and W: the distortion before, and both after."""
+        """Assign vectors and update C and W; returns the distortion before, W and C."""
         rotates = self.method != "pq"
-        # PQ leaves R as it is, which is the identity unless another one was given.
+        # PQ leaves R at its initial value, by default the identity.
         eye = torch.eye(len(W), dtype=W.dtype, device=W.device)
         turned_before = rotates or not torch.equal(W, eye)
         parts = (part @ W.mT if turned_before else part for part in sample.chunks())
         clusters = pass_over(parts, C, whole=rotates)
         turned = self.turn(clusters, W, at, len(sample)) if rotates else W
         if rotates:
-            # Codewords follow the exact turns, which count on it; raw steps leave them in place.
+            # Exact turns assume that the codewords follow; raw steps leave them in place.
             follow = W @ turned.mT if self.exact else None
             clusters = _cut_sums(clusters, follow)
         return float(clusters.error), turned, update_centroids(C, clusters, self.seed + at)
@@ -294,23 +295,23 @@ class Run:
 
     @property
     def exact(self) -> bool:
-        """Whether planes are turned by their best angle, the codewords following."""
+        """Whether planes turn by their best angle, and codewords follow."""
         return self.rate is None and self.method.startswith(("gcd-", "overlapping-"))
 
     def fit_pq(self) -> tuple[Tensor, Tensor]:
-        """What method="pq" gives."""
+        """The result of method="pq"."""
         return dataclasses.replace(self, method="pq", rate=None, steps=None).finish("identity")
 
     def error(self, found: tuple[Tensor, Tensor]) -> float:
-        """The distortion of all vectors by W and C."""
+        """The distortion of all vectors for W and C."""
         W, C = found
         return float(pass_over((part @ W.mT for part in self.data.chunks()), C).error)
 
 
 def eigen_allocation(sample: Sample, subspaces: int) -> Float[Tensor, "n n"]:
-    """W with the data's principal axes, dealt so that the subspaces' variances multiply alike.
+    """W with the data's principal axes, dealt to balance the products of the subspaces' variances.
 
-    The largest eigenvalue that is left goes to the subspace with the least product so far.
+    The largest remaining eigenvalue goes to the subspace with the smallest product so far.
     """
     n, count = sample.dim, len(sample)
     first = torch.zeros(n, dtype=torch.float64, device=sample.device)
@@ -327,7 +328,7 @@ def eigen_allocation(sample: Sample, subspaces: int) -> Float[Tensor, "n n"]:
         free = [d for d in range(subspaces) if len(rows[d]) < n // subspaces]
         d = min(free, key=lambda d: products[d])
         rows[d].append(axis)
-        # Above 0, so that every axis makes its subspace's product larger.
+        # Above 0, so that every axis increases its subspace's product.
         products[d] += logs[axis] - logs[0]
     W: Tensor = vectors.mT[[axis for row in rows for axis in row]]
     W[0] *= determinant(W)
@@ -335,7 +336,7 @@ def eigen_allocation(sample: Sample, subspaces: int) -> Float[Tensor, "n n"]:
 
 
 def _cut_sums(clusters: Clusters, follow: Tensor | None) -> Clusters:
-    """The sums of sub-vectors, from those of whole vectors, turned by Q where it is given."""
+    """The sums of sub-vectors, from those of whole vectors, rotated by Q if given."""
     D, _, n = clusters.sums.shape
     eye = torch.eye(n, dtype=torch.float64, device=clusters.sums.device)
     Q = eye if follow is None else follow.double()
@@ -348,8 +349,8 @@ def _coarse(
 ) -> Float[Tensor, "L n"]:
     """Coarse centroids in the space of x.
 
-    For inner products they are directions of one length, which then does not count when they are
-    compared: that at which they leave the least of the vectors.
+    For inner products all have the same length, so that it does not affect the comparison: the
+    length that minimises the residuals.
     """
     start: Any = "sampled"
     if isinstance(init, Quantizer) and init.coarse is not None and len(init.coarse) == coarse:

@@ -1,4 +1,4 @@
-"""The vectors that a fit looks at, as its codebooks see them."""
+"""The vectors that a fit learns from, in the space of its codebooks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +15,9 @@ from givens.storage.vectors import as_float, chunks, rows_of
 
 
 class Sample:
-    """Vectors (N, n), normalised where asked, less their coarse centroid where there are some.
+    """Vectors (N, n), optionally normalised, minus their coarse centroids if there are any.
 
-    In memory as float32, or read again from x, a slice at a time, in every pass.
+    Held in memory as float32, or read again from x in every pass, a slice at a time.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Sample:
     ) -> None:
         self.x, self.device = x, device
         self.normalise, self.centroids = normalise, centroids
-        # Where the rows were drawn from, to name one that is not finite.
+        # The rows' positions in x, for error messages.
         self.index: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class Sample:
 
     @property
     def in_memory(self) -> bool:
-        """Whether they are in memory as they are seen."""
+        """Whether they are in memory, transformed."""
         plain = self.centroids is None and not self.normalise
         return plain and isinstance(self.x, Tensor) and self.x.dtype == torch.float32
 
@@ -53,7 +53,7 @@ class Sample:
             yield self._transform(part)
 
     def draw(self, count: int, seed: int) -> "Sample":
-        """So many of them, drawn without replacement, in memory; all of them in their order."""
+        """Draw `count` of them without replacement, into memory; all of them keep their order."""
         if count >= len(self):
             return Sample(self._transform(as_float(self.x, self.device)), self.device)
         index = np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False))
@@ -65,13 +65,13 @@ class Sample:
     def transform(
         self, *, normalise: bool = False, centroids: Float[Tensor, "L n"] | None = None
     ) -> "Sample":
-        """The same vectors normalised, or less their centroids; in memory if they are."""
+        """The same vectors normalised, or minus their centroids; in memory if these are."""
         normalise = normalise or self.normalise
         changed = Sample(self.x, self.device, normalise=normalise, centroids=centroids)
         return changed.draw(len(self), 0) if self.in_memory else changed
 
     def check(self, metric: str) -> None:
-        """Refuse values that the metric cannot compare."""
+        """Raise for vectors that the metric cannot compare."""
         at, longest = 0, 0.0
         for part in self.chunks():
             rows = None if self.index is None else self.index[at : at + len(part)]

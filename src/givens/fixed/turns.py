@@ -1,13 +1,13 @@
-"""What a rotation needs to know of the data: the moments of its clusters.
+"""Learning a rotation from the moments of the data's clusters.
 
-With the codes held fixed, the best codewords are the means of the clusters, wherever R turns. With
+With the codes held fixed, the best codewords are the means of the clusters, for any R. With
 Z_d (K, n) the sums of the rotated vectors of each cluster of subspace d over √size, M_d = Z_dᵀZ_d,
 
     N·distortion = Σ|x|² − Σ_i (M_d(i))_ii        d(i) the subspace of axis i
 
-so R is learned from D·K sums, without the data, and the codewords follow it. Each axis has its own
-term, so that turns in disjoint planes gain independently, and the best angle in the plane (i, j),
-i in subspace d, j in e, is exact:
+so R is learned from D·K sums, without the data, and the codewords follow it. Each axis has a term
+of its own, so the gains of disjoint planes are independent, and the best angle in the plane (i, j),
+with i in subspace d and j in e, has a closed form:
 
     α = (M_d)_ii + (M_e)_jj − (M_d)_jj − (M_e)_ii      β = 2((M_d)_ij − (M_e)_ij)
     tan 2θ = β/α                                       gain = (√(α² + β²) − α)/2
@@ -30,20 +30,20 @@ from givens.rotation import nearest, orthonormalise_rows_, skew_magnitudes, turn
 
 Learned = Literal["opq", "cayley", pairing.Variant]
 
-# The widest matrix for which GCD-S finds the exact matching; beyond, it takes nearly as long as
-# the rest of an iteration, and the matching by belief propagation is as good within a percent.
+# The widest matrix for which GCD-S finds the exact matching. Beyond, that takes nearly as long as
+# the rest of an iteration, and belief propagation is within a percent of it.
 EXACT = 256
-# Steps between two repairs of what rounding does to R.
+# Steps between two repairs of R's rounding errors.
 TIDY_EVERY = kernels.TIDY_EVERY
 
 
 def roots(clusters: Clusters) -> Float[Tensor, "n D K"]:
-    """Z, axis by axis: (D, K) numbers for each, contiguous, so that a turn mixes two rows."""
+    """Z by axis, (n, D, K): a turn then mixes two contiguous rows."""
     scaled = clusters.sums / clusters.counts.clamp_min(1).sqrt()[..., None]
     _, K, n = clusters.sums.shape
     if n < K:
-        # M_d has rank n at most: n numbers an axis do for K. What is added to all of them alike, so
-        # that they have a Cholesky factor, is the same for every rotation.
+        # M_d has rank n at most, so n numbers an axis replace K. The multiple of the identity added
+        # for the Cholesky factor is invariant under rotation.
         M = scaled.mT @ scaled
         least = M.diagonal(dim1=1, dim2=2).mean() * 1e-10 + torch.finfo(M.dtype).tiny
         M.diagonal(dim1=1, dim2=2).add_(least)
@@ -52,16 +52,16 @@ def roots(clusters: Clusters) -> Float[Tensor, "n D K"]:
 
 
 def scale_to_one(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n D K"]:
-    """Z by the power of two that brings it to 1, for what is the same at any scale of the data.
+    """Scale Z to about 1 by a power of two, for results that do not depend on the data's scale.
 
-    Gains are of fourth order in Z, and would overflow early.
+    Gains are of fourth order in Z and would overflow early.
     """
     _, exponent = torch.frexp(Z.abs().amax())
     return torch.ldexp(Z, -exponent)
 
 
 def cross_products(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
-    """T_ji = (M_d(i))_ji, which is Yᵀq where the codewords are the means of their clusters."""
+    """T_ji = (M_d(i))_ji; this is Yᵀq if the codewords are the means of their clusters."""
     n, D, K = Z.shape
     own = Z.view(D, n // D, D, K).diagonal(dim1=0, dim2=2)
     return (Z.transpose(0, 1) @ own.permute(2, 1, 0)).transpose(0, 1).reshape(n, n)
@@ -71,7 +71,7 @@ def cross_products(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
 def root_gains(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
     """√gain of the best turn in each plane, symmetric to the last bit.
 
-    A gain is of second order in the angle: its root is what |A_ij| is elsewhere.
+    A gain is of second order in the angle: its root takes the place of |A_ij|.
     """
     n, D, _ = Z.shape
     T = cross_products(Z)
@@ -80,28 +80,28 @@ def root_gains(Z: Float[Tensor, "n D K"]) -> Float[Tensor, "n n"]:
     beta = 2 * (T.mT - T)
     alpha = (own + own[:, None]) - (powers + powers.mT)
     length = torch.hypot(alpha, beta)
-    # Without the cancellation where α is large.
+    # This form does not cancel where α is large.
     slope = beta.square() / (length + alpha).clamp_min(torch.finfo(beta.dtype).tiny)
     return (torch.where(alpha > 0, slope, length - alpha) / 2).sqrt()
 
 
 @kernels.operation
 def plane_angles(Z: Float[Tensor, "n D K"], pairs: Int[Tensor, "k 2"]) -> Float[Tensor, " k"]:
-    """The best angle in each of the planes, from their axes alone: O(nK)."""
+    """The best angles of the given planes, from their axes alone: O(nK)."""
     n, D, _ = Z.shape
     i, j = pairs.unbind(-1)
     d, e = i // (n // D), j // (n // D)
     id_, jd, ie, je = Z[i, d], Z[j, d], Z[i, e], Z[j, e]
     alpha = (id_.square() - jd.square() + je.square() - ie.square()).sum(-1)
     beta = 2 * (id_ * jd - ie * je).sum(-1)
-    # Within a subspace a turn changes nothing.
+    # A turn within a subspace changes nothing.
     return torch.where(d == e, 0, torch.atan2(beta, alpha) / 2)
 
 
 def choose_planes(
     method: str, n: int, seed: int, step: int, magnitudes: Callable[[], Tensor]
 ) -> Int[Tensor, "k 2"]:
-    """The planes that a step of the method turns; the magnitudes are computed where it looks."""
+    """The planes that a step of the method turns; magnitudes are computed only if it needs them."""
     if method == "gcd-random":
         return pairing.random_pairs(n, seed, step=step)
     if method == "overlapping-random":
@@ -120,19 +120,19 @@ def turn_best_(
     seed: int,
     step: int,
 ) -> None:
-    """GCD with exact angles on W = Rᵀ and Z, in place: as many steps, the first of that number."""
+    """Take steps of GCD with exact angles on W = Rᵀ and Z, in place, counted from `step`."""
     n = len(W)
 
     def once(s: int) -> Tensor:
         pairs = choose_planes(method, n, seed, s, lambda: root_gains(Z)).to(W.device)
-        # Planes that share an axis are turned one after another, each by its angle at its turn.
+        # Planes that share an axis turn one after another, each by its best angle at that point.
         for planes in (pairs,) if method.startswith("gcd") else pairs[:, None]:
             theta = plane_angles(Z, planes)
             turn_rows_(Z.view(n, -1), planes, theta, disjoint=True)
             turn_rows_(W, planes, theta, disjoint=True)
         return pairs
 
-    # Greedy turns need nothing but W and Z, which stay where they are, and no host synchronisation.
+    # Greedy turns use only W and Z, in place, and do not synchronise with the host.
     turn = record(W, once) if method == "gcd-greedy" else once
     for s in range(step, step + steps):
         turn(s)
@@ -141,7 +141,7 @@ def turn_best_(
 
 @kernels.operation
 def record(W: Tensor, once: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    """Work on W that is the same at every step, as it may be recorded once and replayed."""
+    """Work on W that is the same at every step; on a GPU it is recorded once and replayed."""
     return once
 
 
@@ -172,7 +172,7 @@ def turn_cayley_(
 ) -> None:
     """R ← R(I − S)(I + S)⁻¹ with S = −2λA: gradient descent on Cayley's S, from 0; in place.
 
-    Without a rate, S goes as far along A as the distortion falls: the step is doubled or halved.
+    Without a rate, the step along A is found by doubling or halving while the distortion falls.
     """
     eye = torch.eye(len(W), dtype=W.dtype, device=W.device)
     A = 2 * (T - T.mT)
@@ -181,7 +181,7 @@ def turn_cayley_(
         A = 2 * (T - T.mT)
 
         def cayley(tau: float, A: Tensor = A) -> Tensor:
-            # Rows of T and W turn by Qᵀ.
+            # The rows of T and W turn by Qᵀ.
             Q: Tensor = torch.linalg.solve(eye - 2 * tau * A, eye + 2 * tau * A)
             return Q.mT
 
@@ -190,12 +190,12 @@ def turn_cayley_(
             Q, tau = _search_step(cayley, T, tau)
         T.copy_(Q @ T)
         W.copy_(Q @ W)
-    # What rounding does to W in products of n³ is undone by one more.
+    # One more product repairs the rounding of the others.
     W.copy_(W @ (3 * eye - W.mT @ W) / 2)
 
 
 def _search_step(cayley: Callable[[float], Tensor], T: Tensor, tau: float) -> tuple[Tensor, float]:
-    """Double or halve the step while the trace of T gains by it."""
+    """Double or halve the step while the trace of T grows."""
     best, Q = float((cayley(tau) @ T).trace()), cayley(tau)
     for factor in (2.0, 0.5):
         while True:
@@ -209,13 +209,13 @@ def _search_step(cayley: Callable[[float], Tensor], T: Tensor, tau: float) -> tu
 
 
 def turn_procrustes_(W: Float[Tensor, "n n"], T: Float[Tensor, "n n"]) -> None:
-    """R ← R·Q with the Q in SO(n) that raises tr QᵀT most (OPQ), by SVD; in place."""
+    """R ← R·Q with the Q in SO(n) that maximises tr QᵀT (OPQ), by SVD; in place."""
     Q = nearest(T.double(), torch.ones((), device=T.device)).to(W.dtype)
     W.copy_(Q.mT @ W)
 
 
 def _tidy_(W: Tensor, seed: int, step: int) -> None:
-    """Undo what rounding does to W, on a random pairing, now and then."""
+    """Repair the rounding of W on a random pairing, every few steps."""
     if step % TIDY_EVERY == 0:
         pairs = pairing.random_pairs(len(W), seed, step=step, stream=kernels.TIDY_STREAM)
         orthonormalise_rows_(W, pairs.to(W.device))

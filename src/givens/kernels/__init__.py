@@ -1,8 +1,8 @@
-"""The one place that decides which code runs a hot loop.
+"""Dispatch: the one place that decides which code runs a hot loop.
 
 Every operation has a reference in ordinary torch, which runs anywhere and is the oracle of the
-tests; a twin compiled by numba for a CPU, in Triton for a GPU, or both. The reference is decorated
-with `operation`, a twin is the function of the same name in the module that `OPERATIONS` gives:
+tests, and a twin in numba for the CPU, in Triton for a GPU, or both. The reference is decorated
+with `operation`; its twin is the function of the same name in the module that `OPERATIONS` gives.
 `kernels/cpu` and `kernels/gpu` are mirror images. A twin is imported when it first runs.
 """
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Operation(NamedTuple):
-    """The modules of givens that have an operation; None where the reference runs instead."""
+    """The modules with each version of an operation; None where the reference runs instead."""
 
     reference: str
     numba: str | None = None
@@ -53,21 +53,21 @@ OPERATIONS = {
     "find_gradients": Operation("layer.straight_through", None, "kernels.gpu.straight"),
 }
 
-# The stream of random pairings, the same in every backend (`pairing.random_pairs`). What numba has
-# compiled and kept on disk does not see a change here: remove __pycache__/*.nbi after one.
+# The stream of random pairings, the same in every backend (`pairing.random_pairs`). numba's cache
+# on disk does not notice a change here: remove __pycache__/*.nbi after one.
 WORD = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
 SPREAD = 0x85EBCA6B
 SHUFFLE_ROUNDS = 6
 SHUFFLE_BITS = 8
-# Streams from here on draw the pairings on which rounding is undone, every so many steps.
+# Streams from here on draw the pairings on which rounding errors are repaired, at intervals.
 TIDY_STREAM = 1 << 30
 TIDY_EVERY = 16
 
-# Far beyond any rate that descends; no angle overflows in float32.
+# Far beyond any useful rate; no angle overflows in float32.
 MOST_RATE = 1e20
 
-# The widest matrix that the Triton kernels take: a matching holds whole rows in registers.
+# The widest matrix for the Triton kernels: a matching holds whole rows in registers.
 WIDEST = 16384
 
 _forced: ContextVar[Backend | None] = ContextVar("givens.backend", default=None)
@@ -77,12 +77,12 @@ _references: dict[str, Callable[..., Any]] = {}
 def backend(name: Backend | None) -> contextlib.AbstractContextManager[None]:
     """Run every operation on one backend inside a `with` block.
 
-    "reference" is ordinary torch. "numba" and "triton" run the compiled operations, and raise
-    where they cannot run, with the reason; what has no version for that backend runs in torch. None
-    chooses again, by the device and type of each tensor: the default.
+    "reference" is ordinary torch. "numba" and "triton" run the compiled operations, and raise with
+    the reason if they cannot run; operations without a version for that backend run in torch. None,
+    the default, chooses by the device and dtype of each tensor.
 
-    The choice belongs to the current context, as of `contextvars`: a new thread starts without it.
-    `contextvars.copy_context().run` takes it along.
+    The choice belongs to the current context (see `contextvars`). A new thread starts without it;
+    `contextvars.copy_context().run` passes it on.
 
         with givens.backend("reference"):
             optimizer.step()
@@ -103,10 +103,10 @@ def _force(name: Backend | None) -> Iterator[None]:
 
 
 def operation(reference: Callable[P, T]) -> Callable[P, T]:
-    """Make a function of torch an operation: its first argument says which of its twins runs.
+    """Make a torch function an operation: its first argument decides which version runs.
 
-    That is a tensor, or anything else for work on the CPU; it is given by position. Under
-    torch.compile, which cannot look into a kernel, the reference runs.
+    That argument is positional: a tensor, or anything else for work on the CPU. Under
+    torch.compile, which cannot trace a kernel, the reference runs.
     """
     name = reference.__name__
     _references[name] = reference
@@ -122,11 +122,11 @@ def operation(reference: Callable[P, T]) -> Callable[P, T]:
             twin = twins[chosen] = load(name, chosen)
         return twin(first, *args, **options)
 
-    return run  # type: ignore[return-value]  # which must not be called by keyword alone
+    return run  # type: ignore[return-value]  # its first argument is positional
 
 
 def load(name: str, chosen: Backend) -> Callable[..., Any]:
-    """Import the code of an operation for a backend; its reference where there is none."""
+    """Import an operation's code for a backend, or its reference if there is none."""
     module = getattr(OPERATIONS[name], chosen)
     if chosen == "reference" or module is None:
         return _references[name]
@@ -135,7 +135,7 @@ def load(name: str, chosen: Backend) -> Callable[..., Any]:
 
 
 def choose(W: Tensor | None = None) -> Backend:
-    """The backend for W, or for no tensor at all: compiled where W is, else torch."""
+    """The backend for W, or for work without a tensor."""
     forced = _forced.get()
     if forced == "reference":
         return forced
@@ -145,29 +145,29 @@ def choose(W: Tensor | None = None) -> Backend:
     reason = _why_not_numba(W) if wanted == "numba" else _why_not_triton(W)
     if reason and forced:
         raise RuntimeError(f"the {wanted} kernels cannot run: {reason}")
-    # A kernel cannot be launched for nothing.
+    # An empty tensor launches no kernel.
     return "reference" if reason or (wanted == "triton" and not W.numel()) else wanted
 
 
 def fall_back(name: str, reason: str) -> Callable[..., Any]:
-    """The reference, for a twin that does not take its arguments; an error where it was forced."""
+    """The reference, for arguments that a twin does not support; raises if the twin was forced."""
     if forced := _forced.get():
         raise RuntimeError(f"the {forced} kernels cannot run: {reason}")
     return _references[name]
 
 
 def current_backend() -> Backend | None:
-    """The backend of the `with` block around this call, if any; None under torch.compile."""
+    """The backend of the surrounding `with` block, if any; None under torch.compile."""
     return None if torch.compiler.is_compiling() else _forced.get()
 
 
 def resume(name: Backend | None) -> contextlib.AbstractContextManager[None]:
-    """Enter the block that `current_backend` was called in, on another thread, as autograd's."""
+    """Enter the block that `current_backend` was called in, on a thread such as autograd's."""
     return contextlib.nullcontext() if name is None else _force(name)
 
 
 def reuse(workspaces: dict[Any, Any], make: Callable[..., Any], W: Tensor, *sizes: int) -> Any:
-    """The buffers that `make` gives for matrices like W, made once; every step writes them anew."""
+    """The buffers from `make` for matrices like W; created once and overwritten in every step."""
     key = make, W.shape, W.device, W.dtype, sizes
     if key not in workspaces:
         workspaces[key] = make(W, *sizes)
@@ -175,7 +175,7 @@ def reuse(workspaces: dict[Any, Any], make: Callable[..., Any], W: Tensor, *size
 
 
 def mark_written(W: Tensor) -> None:
-    """Tell autograd that a compiled loop has changed W in place."""
+    """Record for autograd that a compiled loop has changed W in place."""
     torch.autograd.graph.increment_version(W)
 
 

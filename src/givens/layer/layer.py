@@ -1,8 +1,8 @@
 """The index as a layer of a model: T(X) = φ(XR)Rᵀ, trained with the towers (paper, section 2.1).
 
 X (m, n) embeddings; R (n, n) rotation, W = Rᵀ its parameter; D subspaces of width w = n/D;
-K codewords each; L coarse centroids. The mathematics is in `straight_through`; here are the parts
-that train, how they start, and how the codewords are used.
+K codewords each; L coarse centroids. The gradients are in `straight_through`; this module holds the
+parameters, their warm start and the codewords' usage.
 """
 
 from typing import Any, Literal, NamedTuple, get_args
@@ -29,17 +29,17 @@ from givens.rotation import Rotation, full_precision
 
 Update = Literal["gradient", "ema"]
 
-# A codeword is dead when it is chosen this much less often than if all were chosen alike.
+# A codeword is dead if it is chosen less often than this share of the average.
 DEAD = 0.01
-# A moving average over less than this part of the vectors is no average.
+# A moving average over a smaller share of the vectors than this is not used.
 FLOOR = 1e-12
 
 
 class Indexed(NamedTuple):
-    """What an `IndexLayer` gives."""
+    """The output of an `IndexLayer`."""
 
     embedding: Tensor
-    """T(X), (m, n): what the index holds of X, float32."""
+    """T(X), (m, n): X as the index decodes it, float32."""
     codes: Codes | None
     """The codes of X; none while the layer passes embeddings through."""
     distortion: Tensor
@@ -47,10 +47,11 @@ class Indexed(NamedTuple):
 
 
 class IndexLayer(nn.Module):
-    """Embeddings as the index will hold them, with gradients to the towers, R and the codebooks.
+    """Embeddings as the index will decode them, with gradients to towers, R and codebooks.
 
     Until `warm_start` it passes embeddings through unchanged (normalised, for cosine), and
-    `layer.warm` is False. It computes in float32, also under autocast, and waits for no device.
+    `layer.warm` is False. It computes in float32, also under autocast, without host
+    synchronisation.
 
         turn = givens.GCD(layer.rotation.parameters(), lr=1e-2)
         adam = torch.optim.Adam([*towers.parameters(), *layer.codebook_parameters()])
@@ -74,20 +75,21 @@ class IndexLayer(nn.Module):
         decay: float = 0.99,
         device: torch.device | str | None = None,
     ) -> None:
-        """Make room for the parts; `warm_start` fills them.
+        """Allocate the parameters; `warm_start` sets them.
 
         Args:
             dim: n.
-            subspaces: D, bytes of a code.
-            codewords: K of each subspace, 2 to 256.
-            coarse: centroids of an inverted file; the codebooks are then of the residuals. 0: none.
-            metric: what the index compares by; for "cosine" embeddings are normalised on their way
-                in, and are to be scored by the inner product with `out.embedding` as it is.
-            update: whether codebooks follow their "gradient", by an optimizer of yours, or the
-                moving average "ema" of the vectors that choose them, by every forward pass in
-                training, over all ranks where there are several.
-            decay: of the moving averages: `usage`, and codebooks by "ema".
-            device: where the parameters live.
+            subspaces: D, the bytes of a code; must divide `dim`.
+            codewords: K, for each subspace, 2 to 256.
+            coarse: number of coarse centroids of an inverted file; the codebooks then encode the
+                residuals. 0 for none.
+            metric: of the index. "cosine" normalises the input; score `out.embedding` by the inner
+                product, without normalising it again.
+            update: "gradient" if an optimizer of yours trains the codebooks; "ema" if every forward
+                pass in training moves them to the moving average of the vectors that choose them,
+                over all ranks.
+            decay: of the moving averages: `usage`, and the codebooks with "ema".
+            device: of the parameters.
         """
         super().__init__()
         _check(dim, subspaces, codewords, coarse, metric, update, decay)
@@ -100,11 +102,11 @@ class IndexLayer(nn.Module):
         self.codebooks = nn.Parameter(words, requires_grad=update == "gradient")
         centroids = nn.Parameter(words.new_zeros(coarse, dim)) if coarse else None
         self.register_parameter("coarse", centroids)
-        # How often each codeword is chosen: a moving average that adds up to 1 in every subspace.
+        # The frequency of each codeword: a moving average that sums to 1 in every subspace.
         self.register_buffer("usage", words.new_full(words.shape[:2], 1 / codewords))
         self.register_buffer("sums", torch.zeros_like(words) if update == "ema" else None)
         self.register_buffer("started", torch.zeros((), dtype=torch.uint8, device=device))
-        # `started` as Python knows it: reading the tensor would wait for the device.
+        # `started` as a Python bool: reading the tensor would synchronise with the device.
         self._warm = False
 
     def forward(self, x: Float[Tensor, "m n"]) -> Indexed:
@@ -113,14 +115,14 @@ class IndexLayer(nn.Module):
         with full_precision(x.device):
             v = x.float()
             if v.device.type == "cpu" and not torch.compiler.is_compiling():
-                # Elsewhere it would have to wait.
+                # On other devices this would synchronise.
                 check_lengths("x", v.detach(), self.metric, holes=True)
             if not self._warm:
                 return self._pass_through(self._normalise(v))
             W = self.rotation.weight
             with torch.no_grad():
                 unit = length = None
-                # In eval as in a Quantizer, so that both round alike.
+                # In eval mode computed as in a Quantizer, so that both round alike.
                 if self.metric == "cosine":
                     unit, length = (normalise if self.training else normalise_exactly)(v)
                 R = W.mT if self.training else W.mT.contiguous()
@@ -140,17 +142,16 @@ class IndexLayer(nn.Module):
         init: Init | Tensor | Quantizer = "auto",
         seed: int = 0,
     ) -> None:
-        """Fit R, codebooks and centroids to a buffer of embeddings, by `givens.fit`.
+        """Fit R, codebooks and centroids to a buffer of embeddings with `givens.fit`.
 
-        Among several ranks the first fits its sample, and all take what it has found.
+        With several ranks, the first fits its sample and broadcasts the result.
 
         Args:
-            sample: N embeddings, at least as many as codewords and centroids.
-            iterations: the most passes over them, `max_iter` of `fit`; it stops where they no
-                longer pay.
+            sample: N embeddings; N must be at least `codewords` and `coarse`.
+            iterations: `max_iter` of `fit`, the maximum number of passes over the sample.
             method: as in `fit`: "opq", "pq" to leave R at the identity, "gcd-greedy", …
-            init: as in `fit`, where R starts.
-            seed: of everything that is drawn.
+            init: the initial R, as in `fit`.
+            seed: for all random draws.
         """
         self._check_vectors("sample", sample)
         (D, K, _), L = self.codebooks.shape, 0 if self.coarse is None else len(self.coarse)
@@ -171,9 +172,9 @@ class IndexLayer(nn.Module):
 
     @torch.no_grad()
     def start_from(self, q: Quantizer | None) -> None:
-        """Go on from the parts of a quantizer: one that was fitted before, or saved.
+        """Continue from the parts of a quantizer that was fitted or loaded.
 
-        Among several ranks all take the parts of the first; others may give None.
+        With several ranks, the parts of the first are broadcast; others may give None.
         """
         with full_precision(self.codebooks.device):
             W = torch.empty_like(self.rotation.matrix, memory_format=torch.contiguous_format)
@@ -199,7 +200,7 @@ class IndexLayer(nn.Module):
         if self.sums is not None:
             torch.mul(self.codebooks, self.usage[..., None], out=self.sums)
         if parametrize.is_parametrized(self.rotation):
-            self.rotation.weight = W  # type: ignore[assignment]  # by the parametrization's inverse
+            self.rotation.weight = W  # type: ignore[assignment]  # sets the parametrization
         else:
             self.rotation.weight.copy_(W)
         self.started.fill_(1)
@@ -207,12 +208,12 @@ class IndexLayer(nn.Module):
 
     @property
     def warm(self) -> bool:
-        """Whether the layer quantizes; before `warm_start` it passes embeddings through."""
+        """Whether the layer quantizes; False until `warm_start`."""
         return self._warm
 
     @property
     def quantizer(self) -> Quantizer:
-        """A copy of the Quantizer as it is now: to encode items, to save, to export."""
+        """A copy of the current Quantizer: to encode items, to save or to export."""
         self._check_warm()
         coarse = None if self.coarse is None else self.coarse.detach().clone()
         with full_precision(self.codebooks.device):
@@ -230,22 +231,22 @@ class IndexLayer(nn.Module):
 
     @property
     def perplexity(self) -> Float[Tensor, " D"]:
-        """How many codewords are in use, as e^entropy: K of them if all are chosen alike."""
+        """The effective number of codewords, e^entropy: K if all are chosen equally often."""
         frequency = self.usage / self.usage.sum(1, keepdim=True)
         entropy: Tensor = torch.special.entr(frequency).sum(1)
         return entropy.exp()
 
     @property
     def dead(self) -> Bool[Tensor, "D K"]:
-        """Which codewords are chosen less than a hundredth as often as if all were alike."""
+        """Codewords that are chosen less than a hundredth as often as the average."""
         return self.usage < DEAD / self.usage.shape[1]
 
     @torch.no_grad()
     def revive(self, sample: Float[Tensor, "N n"], *, seed: int = 0) -> Int[Tensor, ""]:
-        """Move dead codewords to vectors of the sample, drawn with odds of their squared errors.
+        """Move dead codewords to sample vectors, drawn in proportion to their squared errors.
 
-        Returns how many, as a tensor: nothing waits for a device. Among several ranks all take the
-        codebooks of the first, so that each must call it.
+        Returns their number as a tensor, without host synchronisation. With several ranks every
+        rank must call it: the codebooks of the first are broadcast.
         """
         self._check_vectors("sample", sample)
         self._check_warm()
@@ -260,7 +261,7 @@ class IndexLayer(nn.Module):
         parts = residual.view(-1, D, w)
         errors = found.errors.view_as(parts).square().sum(2)
         generator = torch.Generator(sample.device).manual_seed(seed)
-        # The first of exponential clocks, each as fast as its error is large; NaN's stands still.
+        # The smallest of exponential variables whose rates are the errors; NaN is never drawn.
         clocks = torch.empty_like(errors).exponential_(generator=generator)
         speeds, drawn = (errors / clocks).nan_to_num(0, 0, 0).mT.topk(min(len(parts), K))
         rank = self.dead.cumsum(1) - 1
@@ -276,7 +277,7 @@ class IndexLayer(nn.Module):
         return moved.sum()
 
     def extra_repr(self) -> str:
-        """Show the sizes, and whether the layer does anything yet."""
+        """Show the sizes, and whether the layer quantizes yet."""
         (D, K, _), L = self.codebooks.shape, 0 if self.coarse is None else len(self.coarse)
         state = "" if self._warm else ", cold: passes embeddings through until warm_start"
         return (
@@ -288,7 +289,7 @@ class IndexLayer(nn.Module):
         return normalise_exactly(v)[0] if self.metric == "cosine" else v
 
     def _pass_through(self, x: Tensor) -> Indexed:
-        """Pass x on, with gradients of 0, for which DistributedDataParallel waits."""
+        """Pass x through; parameters get zero gradients, as DistributedDataParallel expects."""
         nothing = x.new_zeros(())
         for part in self.parameters():
             if part.requires_grad:
@@ -296,14 +297,14 @@ class IndexLayer(nn.Module):
         return Indexed(x + nothing, None, nothing)
 
     def _find_residuals(self, Y: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The lists of rotated vectors, where there are any, and what they leave of them."""
+        """The lists of rotated vectors, if there are any, and the residuals."""
         if self.coarse is None:
             return None, Y
         lists = assign_lists(Y, self.coarse, self.metric)
         return lists, Y - self.coarse[lists]
 
     def _quantize(self, residual: Tensor, *, count: bool) -> Quantized:
-        """What the codebooks make of residuals; counted, it moves the averages on."""
+        """Quantize residuals; with `counted`, update the moving averages."""
         usage, share = None, (1 - self.decay) / max(len(residual), 1)
         count = count and len(residual) > 0
         if count and self.sums is None:
@@ -314,15 +315,15 @@ class IndexLayer(nn.Module):
         return found
 
     def _average(self, sums: Tensor, residual: Tensor, at: Tensor) -> None:
-        """Codewords by "ema": move on how often they are chosen, and what chooses them."""
+        """The update of "ema": moving averages of the codewords' counts and of their vectors."""
         D, K, w = self.codebooks.shape
         one = residual.new_ones(()).expand(len(at))
-        # An average never forgets NaN.
+        # An average would keep NaN for ever.
         good = residual.isfinite().all(1).repeat_interleave(D)[:, None]
         chosen = torch.cat([one[:, None], residual.view(-1, w)], dim=1).where(good, 0)
         added = residual.new_zeros(D * K, 1 + w).index_add_(0, at, chosen)
         added = distributed.sum_ranks(added)
-        # Every subspace has seen all vectors.
+        # The counts of every subspace sum to the number of vectors.
         added = added.view(D, K, 1 + w) / added[:K, 0].sum().clamp_min(1)
         self.usage.lerp_(added[..., 0], 1 - self.decay)
         sums.lerp_(added[..., 1:], 1 - self.decay)

@@ -1,16 +1,16 @@
-"""The straight-through gradient of an index: from X to T(X) = φ(XR)Rᵀ and the distortion, and back.
+"""The straight-through estimator of an index: T(X) = φ(XR)Rᵀ and the distortion, with gradients.
 
     Y = XR
-    q                           the codewords of Y, on coarse centroids where there are any
+    q the codewords of Y, plus coarse centroids if there are any
     φ(Y) = q + (Y − sg(Y))      forward q, backward as if it were Y
     distortion = (1/m)‖Y − q‖²  with the codes held fixed
 
 For a gradient g of T(X) and γ of the distortion, with h = gR and e = (2γ/m)(Y − q):
 
-    X: g + eRᵀ      W = Rᵀ: qᵀg + (h + e)ᵀX      q: h − e, added up over each codeword's vectors
+    X: g + eRᵀ W = Rᵀ: qᵀg + (h + e)ᵀX q: h − e, summed over each codeword's vectors
 
-and where each x is a unit vector v/‖v‖, for a gradient g of x that of v is (g − (g·x)x)/‖v‖.
-Ordinary autograd finds the same with thrice the kernels, most of a step's time on a GPU.
+and if x = v/‖v‖, a gradient g of x gives (g − (g·x)x)/‖v‖ for v. Autograd would compute the same
+with three times as many kernels, which are most of a step's time on a GPU.
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ from givens.rotation import full_precision
 
 @kernels.operation
 def normalise(v: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit vectors and lengths; a vector shorter than `SHORTEST` is divided by that."""
+    """Unit vectors and lengths; a vector shorter than `SHORTEST` is divided by `SHORTEST`."""
     return normalise_exactly(v)
 
 
 def normalise_exactly(v: Tensor) -> tuple[Tensor, Tensor]:
-    """`normalise` as `torch.nn.functional.normalize`, to the last bit."""
+    """`normalise`, bit for bit as `torch.nn.functional.normalize`."""
     length = torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(SHORTEST)
     return v / length, length
 
 
 class Kept(NamedTuple):
-    """What the way back needs."""
+    """What the backward pass needs."""
 
     x: Tensor
     length: Tensor | None
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
 
 class StraightThrough(torch.autograd.Function):
-    """From V, given what the codebooks make of Y, to T(X) and the distortion; and back."""
+    """T(X) and the distortion, from V and the quantized Y; with gradients."""
 
     @staticmethod
     def forward(
@@ -68,9 +68,9 @@ class StraightThrough(torch.autograd.Function):
         error: Tensor,
         distortion: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """φ(Y)Rᵀ and the distortion, given with the codewords' rows, these, and Y − q.
+        """φ(Y)Rᵀ and the distortion, given the codewords' rows, the codewords q, and Y − q.
 
-        X is V, or its unit vectors where there are any.
+        X is V, or V normalised.
         """
         x = v if unit is None else unit
         q = words
@@ -78,9 +78,9 @@ class StraightThrough(torch.autograd.Function):
             q = q + coarse[lists]
         ctx.save_for_backward(*Kept(x, length, W, q, error, at, lists))
         ctx.shapes = codebooks.shape, None if coarse is None else coarse.shape
-        # Autograd goes back on a thread of its own where there is a GPU.
+        # With a GPU, autograd runs the backward pass on a thread of its own.
         ctx.backend = kernels.current_backend()
-        # Given as it is, and not as a view, which nobody could change in place.
+        # Returned as it is, not as a view, which could not be changed in place.
         ctx.mark_dirty(distortion)
         return q @ R.mT, distortion
 
@@ -89,7 +89,7 @@ class StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, gd: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of V, W, the codebooks and the centroids."""
         kept, needed = Kept(*ctx.saved_tensors), ctx.needs_input_grad[:4]
-        # On a device codewords' gradients are added up in whatever order.
+        # On a GPU the codewords' gradients are summed in no fixed order.
         ordered = torch.are_deterministic_algorithms_enabled()
         in_order = ordered or not needed[2] or kept.lists is not None
         find = find_gradients_in_order if in_order else find_gradients
@@ -106,20 +106,20 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 def find_gradients(
     g: Tensor, gd: Tensor, kept: Kept, codebooks: torch.Size, coarse: Any, needed: Sequence[bool]
 ) -> Gradients:
-    """Those of V, W and the codebooks, where there are no centroids."""
+    """Gradients of V, W and the codebooks, without centroids."""
     return find_gradients_in_order(g, gd, kept, codebooks, coarse, needed)
 
 
 def find_gradients_in_order(
     g: Tensor, gd: Tensor, kept: Kept, codebooks: torch.Size, coarse: Any, needed: Sequence[bool]
 ) -> Gradients:
-    """Those of V, W, the codebooks and the centroids, as far as they are needed.
+    """Gradients of V, W, the codebooks and the centroids, as far as they are needed.
 
     Deterministic where torch's own operations are.
     """
     x, length, W, q, error, at, lists = kept
     gv = gW = gc = gl = None
-    # e is `share` of this: the gradient of the distortion by Y; by q it is −e.
+    # e is `share` times this: the distortion's gradient for Y; that for q is −e.
     e, share = error * gd, 2 / max(len(x), 1)
     if needed[0]:
         gv = torch.addmm(g, e, W, alpha=share)
@@ -128,7 +128,7 @@ def find_gradients_in_order(
             gv = gv.addcmul_(along, x, value=-1).div_(length)
     if needed[1]:
         gy = torch.addmm(e, g, W.mT, beta=share)
-        # Both of W's places: φ(Y) W and x Wᵀ.
+        # W occurs twice: φ(Y) W and x Wᵀ.
         gW = (q.mT @ g).addmm_(gy.mT, x)
     if needed[2] or needed[3]:
         if needed[1]:

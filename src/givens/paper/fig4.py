@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 from givens import kernels
 from givens.baselines import optimizer_for
 from givens.paper.rows import Rows, environment, machine, save_picture
+from givens.paper.timing import capture, time_by_clock, time_by_events
 from givens.rotation import Rotation, orthogonality_error, random_rotation
 
 METHODS = ("gcd-random", "gcd-greedy", "gcd-steepest", "cayley", "svd")
@@ -36,7 +36,6 @@ NAMES = {
     "svd": "SVD",
 }
 ROUNDS = {"cpu": 9, "cuda": 3}
-SECONDS_A_ROUND = 0.15
 LR = 1e-3
 # What a CUDA graph can hold: the others wait for the host.
 CAPTURED = ("gcd-random", "gcd-greedy", "gcd-steepest", "cayley")
@@ -126,9 +125,9 @@ def measured(
             continue
         _, step = make(method, n, torch.float32, device)
         step()
-        steps[method] = captured(step) if device == "cuda" and method in graphs else (step, 1)
+        steps[method] = capture(step) if device == "cuda" and method in graphs else (step, 1)
     times: dict[str, list[float]] = {method: [] for method in steps}
-    timed = timed_by_events if device == "cuda" else timed_by_clock
+    timed = time_by_events if device == "cuda" else time_by_clock
     for _ in range(ROUNDS[device]):
         for method, (step, count) in steps.items():
             times[method] += timed(step, count)
@@ -176,60 +175,6 @@ def checked(
     if away > (LEAST_ORTHOGONAL if method in loose else 5 * LR):
         return error, f"it is {away:.1e} away from float64"
     return error, None
-
-
-def captured(step: Callable[[], Any], count: int = 20) -> tuple[Callable[[], Any], int]:
-    """A CUDA graph of many steps."""
-    current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    # A step on one stream must see what the step before it did on the other.
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        step()
-        step()
-    current.wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            step()
-
-    def replay(_holder: Callable[[], Any] = step) -> None:
-        # A graph knows addresses alone: the tensors that are there live as long as their step.
-        graph.replay()
-
-    return replay, count
-
-
-def timed_by_events(step: Callable[[], Any], count: int) -> list[float]:
-    """Seconds of single steps on the device."""
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < 9 or time.perf_counter() - began < SECONDS_A_ROUND:
-        first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        first.record()
-        step()
-        last.record()
-        torch.cuda.synchronize()
-        times.append(first.elapsed_time(last) / 1e3 / count)
-        if time.perf_counter() - began > 10 * SECONDS_A_ROUND:
-            break
-    return times
-
-
-def timed_by_clock(step: Callable[[], Any], _: int) -> list[float]:
-    """Seconds of single steps on the host."""
-    times = []
-    began = time.perf_counter()
-    # The first step of a turn finds the caches as the others left them; it counts only where there
-    # is time for no other.
-    step()
-    if time.perf_counter() - began > SECONDS_A_ROUND:
-        return [time.perf_counter() - began]
-    while time.perf_counter() - began < SECONDS_A_ROUND:
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return times
 
 
 def plot(pyplot: Any, rows: Rows, path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Run folders as one self-contained page: read, measured, drawn, written."""
+"""Training runs as one self-contained page: read, measure, draw, write."""

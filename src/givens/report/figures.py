@@ -1,4 +1,4 @@
-"""The pictures of a report, each with one sentence under it on what it shows."""
+"""The figures of a report, each with a caption of one sentence."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ INDEX, FULL = "by the index", "in full precision"
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its words, and its series by legend."""
+    """A picture with its caption, and its series by legend."""
 
     title: str
     words: str
@@ -35,9 +35,9 @@ RECALL = Axis("recall", write=_format_percent)
 
 
 def draw_learning(entries: list[Entry]) -> Iterator[Figure]:
-    """Distortion and recall against the step."""
+    """Draw distortion and recall against the step."""
     curves = _make_curves(entries, "distortion", "{:.4f}")
-    # An index that is built afterwards has a distortion at the end alone.
+    # A post-hoc index has a distortion only at the end.
     for colour, run in ((colour, entry.run) for colour, entry in _number_colours(entries)):
         if not run.joint and run.rows and run.distortion is not None:
             at = [(run.rows[-1]["step"], run.distortion)]
@@ -71,7 +71,7 @@ def draw_learning(entries: list[Entry]) -> Iterator[Figure]:
 
 
 def draw_serving(entries: list[Entry]) -> Iterator[Figure]:
-    """Recall against bytes and against speed."""
+    """Draw recall against bytes and against speed."""
     done = [(c, e.run, e.seen) for c, e in _number_colours(entries) if e.seen is not None]
     if not done:
         none = Markup("<p>None of the runs is finished, so there is no index to look at.</p>")
@@ -88,7 +88,7 @@ def draw_serving(entries: list[Entry]) -> Iterator[Figure]:
         full.append(Series(run.label, c, [at], line=False, hollow=True, value=value))
         points = [(way.recall, way.queries_a_second) for way in ways]
         rates = [f"{way.way} {way.queries_a_second:,.0f}" for way in (ways[0], *ways[1:][-1:])]
-        # Numbers of lists; what the two ends of a line to FastScan are is told in words.
+        # Numbers of lists; the ends of a line to FastScan are named in the caption.
         notes = [way.way.split()[0] for way in ways] if ways[-1].way.endswith("lists") else ()
         lined = len(ways) > 1
         speeds.append(Series(run.label, c, points, line=lined, notes=notes, value=", ".join(rates)))
@@ -118,7 +118,7 @@ def draw_serving(entries: list[Entry]) -> Iterator[Figure]:
 
 
 def draw_parts(entries: list[Entry]) -> Iterator[Figure]:
-    """How codewords are used, how near R is to a rotation, and how far it has turned."""
+    """Draw the usage of codewords, the rounding error of R, and how far R has turned."""
     curves = []
     for c, entry in _number_colours(entries):
         if entry.seen is not None:
@@ -149,7 +149,7 @@ def draw_parts(entries: list[Entry]) -> Iterator[Figure]:
 
 
 def _draw_turning(entries: list[Entry]) -> Iterator[Figure]:
-    """The angles of R's planes, and which axes went into which."""
+    """Draw the angles of R's planes, and how axes were mixed."""
     turns = [
         (c, e.run, e.seen.turn)
         for c, e in _number_colours(entries)
@@ -195,9 +195,9 @@ def _select_points(entry: Entry, name: str, phase: str) -> list[tuple[float, flo
 
 
 def _make_curves(entries: list[Entry], name: str, form: str) -> list[Series]:
-    """A quantity against the step in the joint phase of all runs.
+    """A quantity against the step in the joint phase, for all runs.
 
-    The number of each is its value at the step that is kept, or at the last one so far.
+    Each legend shows the value at the step that is kept, or at the last one so far.
     """
     curves = []
     for c, e in _number_colours(entries):
@@ -208,14 +208,14 @@ def _make_curves(entries: list[Entry], name: str, form: str) -> list[Series]:
 
 
 def _find_value(points: list[tuple[float, float]], step: int | None) -> float:
-    """The value at a step, or at the last one where that is not among them."""
+    """The value at a step, or at the last one if the step is missing."""
     return next((value for at, value in points if at == step), points[-1][1])
 
 
 def _make_figure(
     title: str, words: str, x: Axis, y: Axis, legends: Sequence[tuple[str, Sequence[Series]]]
 ) -> Figure:
-    """A chart with its legends; the first one's series are drawn on top."""
+    """A chart with its legends; the first legend's series are drawn on top."""
     series = [one for _, group in reversed(legends) for one in group]
     if not series:
         return Figure(title, words, Markup("<p>No run has come so far.</p>"))

@@ -1,4 +1,4 @@
-"""What the runs' numbers say, in words that are computed from them."""
+"""The findings of a report: sentences computed from the runs' numbers."""
 
 import math
 from dataclasses import dataclass
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from givens.report.measure import Measured
 from givens.report.runs import Folder
 
-# Options in which two runs may differ and still be compared as two ways to learn R.
+# Options that may differ between two runs that are compared as two ways to learn R.
 APART = ("method", "exact", "angle", "data", "every")
 BESIDE = {"frozen": "with the rotation frozen", "post-hoc": "with the index built afterwards"}
-# Standard errors on either side of a difference, for an interval that holds it 95 times in 100.
+# Standard errors on either side, for a 95 % confidence interval.
 SURE = 1.96
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A run, and what was measured in it; none where it is not finished."""
+    """A run and its measurements, or None if it is not finished."""
 
     run: Folder
     seen: Measured | None
 
 
 def describe_findings(entries: list[Entry]) -> list[str]:
-    """Sentences on each run that learned R: against frozen runs, and against post-hoc indexes."""
+    """Sentences on each run that learned R, against frozen runs and post-hoc indexes."""
     done = [(entry.run, entry.seen) for entry in entries if entry.seen is not None]
     lines = []
     for run, seen in done:
@@ -38,7 +38,7 @@ def describe_findings(entries: list[Entry]) -> list[str]:
 
 
 def _are_alike(one: Folder, other: Folder) -> bool:
-    """Whether two runs differ in nothing but how R was learned."""
+    """Whether two runs differ only in how R was learned."""
     mine, theirs = ({**run.options, "log": run.about["log"]} for run in (one, other))
     return all(mine.get(name) == theirs.get(name) for name in {*mine, *theirs} - set(APART))
 
@@ -54,7 +54,7 @@ def _compare_distortion(mine: Folder, frozen: Folder) -> str:
 
 
 def _compare_recall(mine: tuple[Folder, Measured], other: tuple[Folder, Measured]) -> str:
-    """A paired comparison: the same users are in both, and the interval is of their difference."""
+    """Compare recall in pairs, user by user, with a confidence interval of the difference."""
     difference = 100 * (mine[1].users - other[1].users)
     change = float(difference.mean())
     error = float(difference.std()) / math.sqrt(len(difference)) if len(difference) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""What a report measures in a finished run: its index searched, its codewords counted, R's turn."""
+"""Measurements of a finished run: recall and speed of its index, codeword usage, R's change."""
 
 import contextlib
 import itertools
@@ -20,17 +20,17 @@ from givens.report.runs import Folder
 from givens.retrieval import checkpoint, evaluate
 from givens.retrieval.batches import HeldOut
 
-# Queries are asked one after another for so long; a few before that fill the caches.
+# Seconds of single queries that are timed, after a few that fill the caches.
 SECONDS, BEFORE = 0.5, 20
-# Codewords of a subspace for Faiss's FastScan.
+# Codewords of a subspace in Faiss's FastScan.
 FAST = 16
-# An angle that rounding alone does not make, in degrees.
+# An angle beyond rounding, in degrees.
 TURNED = 0.01
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one way to search."""
+    """The speed of one way to search."""
 
     way: str
     recall: float
@@ -39,7 +39,7 @@ class Speed:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """From R₀, where the index came in, to R at its end."""
+    """The change from R₀, when the index was started, to R at the end."""
 
     M: Float[Tensor, "n n"]
     """R₀ᵀR."""
@@ -50,16 +50,16 @@ class Turn:
 
     @property
     def moved(self) -> bool:
-        """Whether R was turned at all."""
+        """Whether R has changed at all."""
         return bool(self.angles[0] > TURNED)
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Of one run."""
+    """The measurements of one run."""
 
     users: Float[Tensor, " u"]
-    """Each test user's recall by the index."""
+    """The recall of each test user by the index."""
     held: HeldOut
     speeds: list[Speed]
     """The index, at each nprobe where it has lists; its FastScan form where it may have one; full
@@ -70,16 +70,16 @@ class Measured:
 
     @property
     def perplexity(self) -> float:
-        """How many codewords are in use, as e^entropy, the mean over subspaces."""
+        """The effective number of codewords, e^entropy, the mean over subspaces."""
         share = self.counts / self.counts.sum(1, keepdim=True)
         return float(torch.special.entr(share).sum(1).exp().mean())
 
 
 def measure_run(run: Folder) -> Measured | None:
-    """Search a run's index with its test users, or none where the run is not finished.
+    """Search a run's index with its test users; None if the run is not finished.
 
-    A run whose files do not belong together is an error: the index must find what results.json
-    says it found.
+    Raises if the run's files do not belong together: the index must reproduce the recall in
+    results.json.
     """
     names = ("index.faiss", "quantizer.safetensors", "towers.safetensors", "users.safetensors")
     if run.results is None:
@@ -98,7 +98,7 @@ def measure_run(run: Folder) -> Measured | None:
         _check_together(run, index, (q, start), weight, queries, held)
     except (KeyError, TypeError, ValueError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"the files in {run.path} are of no one run: {what}") from error
+        raise ValueError(f"the files in {run.path} are not of the same run: {what}") from error
     items = torch.nn.functional.normalize(weight, dim=1)
     k = min(int(run.metric.removeprefix("recall@")), len(items))
     found = evaluate.search(index, queries, held, k)
@@ -129,7 +129,7 @@ def measure_run(run: Folder) -> Measured | None:
 def compute_recalls(
     found: Int[Tensor, "b k"], held: HeldOut, catalogue: int
 ) -> Float[Tensor, " u"]:
-    """Each user's part of the truth that was found, of users that have one."""
+    """The recall of each user that has held-out items."""
     who = torch.arange(len(found))[:, None]
     hits = torch.isin(who * catalogue + found, held.truth) & (found >= 0)
     counted = held.sizes > 0
@@ -137,10 +137,10 @@ def compute_recalls(
 
 
 def compare_rotations(start: Quantizer, end: Quantizer) -> Turn:
-    """How R changed from the index's start to its end."""
+    """The change of R from the index's start to its end."""
     before, after = start.rotation.double(), end.rotation.double()
     M = before.mT @ after
-    # Eigenvalues come in pairs e^{±iθ}, one for each plane.
+    # Eigenvalues come in pairs e^{±iθ}, one pair for each plane.
     angles = torch.linalg.eigvals(M).angle().abs().sort(descending=True).values
     block = torch.arange(len(M)) // (len(M) // end.subspaces)
     off = (M - M.diagonal().diag()).square()
@@ -149,7 +149,7 @@ def compare_rotations(start: Quantizer, end: Quantizer) -> Turn:
 
 
 def _load_start(run: Folder) -> Quantizer | None:
-    """The index as it started, where the run has kept it."""
+    """The index at its start, if the run has kept it."""
     path = run.path / "start.safetensors"
     return load(path) if path.is_file() else None
 
@@ -162,7 +162,7 @@ def _check_together(
     queries: Tensor,
     held: HeldOut,
 ) -> None:
-    """Refuse parts of which one does not go with the others."""
+    """Check that the parts fit together."""
     dim, subspaces = run.options["dim"], run.options["subspaces"]
     for q in quantizers:
         if q is not None and (q.dim, q.subspaces) != (dim, subspaces):
@@ -191,7 +191,7 @@ def _check_together(
 
 
 def _measure_speeds(index: Any, queries: Tensor, held: HeldOut, k: int) -> Iterator[Speed]:
-    """The index on one thread; where it has lists, with 1, 2, 4, … of them looked into."""
+    """The speed of the index on one thread; with lists, for nprobe 1, 2, 4, …."""
     lists = inverted(index)
     if lists is None:
         yield Speed(
@@ -210,7 +210,7 @@ def _measure_speeds(index: Any, queries: Tensor, held: HeldOut, k: int) -> Itera
 
 
 def _measure_flat(run: Folder, items: Tensor, queries: Tensor, held: HeldOut, k: int) -> Speed:
-    """Brute force over the vectors themselves, by Faiss too."""
+    """The speed of exhaustive search over the vectors, by Faiss too."""
     import faiss
 
     flat = faiss.IndexFlatIP(items.shape[1])
@@ -227,7 +227,7 @@ def _measure_recall(index: Any, queries: Tensor, held: HeldOut, k: int) -> float
 
 
 def _measure_rate(index: Any, queries: Tensor, held: HeldOut, k: int) -> float:
-    """Queries a second, one after another on one thread, each for k items beside those seen."""
+    """Single queries a second on one thread, each for k items not yet seen."""
     wanted = (k + _count_seen(held, index.ntotal, len(queries))).clamp_max(index.ntotal).tolist()
     rows = list(zip(np.split(queries.numpy(), len(queries)), wanted, strict=True))
     with _one_thread():
@@ -243,7 +243,7 @@ def _measure_rate(index: Any, queries: Tensor, held: HeldOut, k: int) -> float:
 
 
 def _count_seen(held: HeldOut, catalogue: int, users: int) -> Int[Tensor, " users"]:
-    """How many items each user has seen."""
+    """The number of items that each user has seen."""
     return torch.bincount(held.seen // catalogue, minlength=users)
 
 

@@ -1,6 +1,7 @@
-"""The page: what the runs say in words, a table, pictures, and how they came about."""
+"""The page: findings, a table, figures, and the runs' options and environments."""
 
 import datetime
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from givens.storage import files
 
 @dataclass(frozen=True)
 class Cell:
-    """Of a table: what it says, in the colour of its run, as a name or as code."""
+    """A cell of a table: its text, with the colour of its run, as a name or as code."""
 
     text: str
     colour: int | None = None
@@ -31,7 +32,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under heads, and a note under them."""
+    """A table: heads, rows and a note."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -41,7 +42,7 @@ class Table:
 def write_report(
     paths: Sequence[Path], output: Path, *, tell: Callable[[], object] = lambda: None
 ) -> list[Entry]:
-    """Read runs, measure those that are finished, and write the page of all of them.
+    """Read runs, measure the finished ones, and write the page.
 
     `tell` is called after each run.
     """
@@ -50,15 +51,15 @@ def write_report(
         entries.append(Entry(run, measure_run(run)))
         tell()
     with files.replacing(output) as temporary:
-        # A name may be no Unicode: of a folder, or in a run's JSON.
+        # The name of a folder, or one in a run's JSON, may not be valid Unicode.
         temporary.write_text(render_page(entries), "utf-8", "backslashreplace")
     return entries
 
 
 def render_page(entries: list[Entry]) -> str:
-    """The whole page, self-contained: the browser is told to refuse it.
+    """Render the self-contained page; its content policy forbids the browser to fetch anything.
 
-    All that comes from the runs is escaped by the template.
+    The template escapes everything that comes from runs.
     """
     logs = list(dict.fromkeys(entry.run.about["log"] for entry in entries))
     sections = (
@@ -66,10 +67,7 @@ def render_page(entries: list[Entry]) -> str:
         ("What the index gives", list(figures.draw_serving(entries))),
         ("Codewords and rotation", list(figures.draw_parts(entries))),
     )
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
-    )
-    return environment.from_string(_read_resource("page.html")).render(
+    return _load_template().render(
         entries=entries,
         style=Markup(_read_resource("page.css")),
         logs=logs,
@@ -87,8 +85,16 @@ def _read_resource(name: str) -> str:
     return resources.files("givens.report").joinpath(name).read_text("utf-8")
 
 
+@functools.cache
+def _load_template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    return environment.from_string(_read_resource("page.html"))
+
+
 def _list_cautions(entries: list[Entry], logs: list[str]) -> list[str]:
-    """What a reader must know before comparing."""
+    """Warnings that a reader needs before comparing."""
     lines = []
     if len(logs) > 1:
         lines.append(
@@ -113,7 +119,7 @@ def _list_cautions(entries: list[Entry], logs: list[str]) -> list[str]:
 
 
 def _tabulate_results(entries: list[Entry]) -> Table:
-    """A row for each run, and what is there without an index."""
+    """A row for each run, and the recall without an index."""
     metrics = list(dict.fromkeys(e.run.metric for e in entries if e.run.results is not None))
     metric = metrics[0] if len(metrics) == 1 else "recall"
     heads = (
@@ -154,7 +160,7 @@ def _tabulate_results(entries: list[Entry]) -> Table:
 
 
 def _tabulate_options(entries: list[Entry]) -> Table:
-    """Options in which runs differ, those in which all agree, commands and environments."""
+    """The options that differ, those that all runs share, commands and environments."""
     runs = [entry.run for entry in entries]
 
     def row(name: str, values: Sequence[Any], *, code: bool = False) -> tuple[Cell, ...]:

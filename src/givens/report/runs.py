@@ -1,4 +1,4 @@
-"""Run folders as `givens train` leaves them, finished or not."""
+"""The folders of runs, as `givens train` writes them, finished or not."""
 
 import json
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from givens.checks import check_choice, check_number, check_seed, check_sizes, c
 from givens.retrieval.config import LABELS
 
 Row = dict[str, Any]
-# What a distortion or a time may be, to be drawn.
+# The largest distortion or time that is drawn.
 LARGE = 1e30
 
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """What a run has written."""
+    """The contents of a run's folder."""
 
     path: Path
     label: str
@@ -29,28 +29,28 @@ class Folder:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the run, the seed among them."""
+        """The run's options, including the seed."""
         return {**self.about["configuration"], "seed": self.about["seed"]}
 
     @property
     def method(self) -> str:
-        """How R was learned."""
+        """The method that learned R."""
         return str(self.options["method"])
 
     @property
     def bytes(self) -> int:
-        """Of an item's code, whose parts are packed bit by bit."""
+        """The bytes of an item's code, which is packed bit by bit."""
         bits = max(int(self.options["codewords"] - 1).bit_length(), 1)
         return -(-int(self.options["subspaces"]) * bits // 8)
 
     @property
     def joint(self) -> list[Row]:
-        """The looks with the index."""
+        """The evaluations in the joint phase."""
         return [row for row in self.rows if row["phase"] == "joint"]
 
     @property
     def metric(self) -> str:
-        """recall@100, or of as many items as a small catalogue has."""
+        """The name of the main metric: recall@100, or a smaller k for a small catalogue."""
         ks = [
             int(name[7:])
             for name in (self.results or {"index": {}})["index"]
@@ -60,28 +60,28 @@ class Folder:
 
     @property
     def recall(self) -> float | None:
-        """recall@100 of the test users by the index."""
+        """The test users' recall by the index."""
         return self.found("index")
 
     @property
     def distortion(self) -> float | None:
-        """Of all items by the index that is kept; by that of the last look, if none is yet."""
+        """The distortion of all items by the index that is kept, or by the latest one so far."""
         if self.results is not None:
             return float(self.results["distortion"])
         return float(self.joint[-1]["distortion"]) if self.joint else None
 
     @property
     def kept(self) -> int | None:
-        """The step whose index is kept; none before the run is finished."""
+        """The step whose index is kept; None before the run is finished."""
         return None if self.results is None else int(self.results["best_step"])
 
     def found(self, by: str) -> float | None:
-        """recall@100 of the test users by the index, in full precision or by popularity."""
+        """The test users' recall by the index, in full precision or by popularity."""
         return None if self.results is None else float(self.results[by][self.metric])
 
     @property
     def standing(self) -> str:
-        """How far it has come, in words."""
+        """The run's progress, in words."""
         done = self.rows[-1]["step"] if self.rows else 0
         if self.results is not None:
             return f"finished, {done:,} steps"
@@ -90,7 +90,7 @@ class Folder:
 
 
 def read_runs(paths: list[Path]) -> list[Folder]:
-    """The runs in these folders, each with a label of its own."""
+    """Read the runs in these folders; each gets a label of its own."""
     if not paths:
         raise ValueError("a report needs at least one run; make one with `givens train -o RUN`")
     runs = [_read(path) for path in dict.fromkeys(paths)]
@@ -102,7 +102,7 @@ def read_runs(paths: list[Path]) -> list[Folder]:
 
 
 def _qualify(run: Folder) -> str:
-    """The folder too, where two runs are of the same method."""
+    """Add the folder's name to a label if two runs have the same method."""
     return f"{run.label}, {run.path}"
 
 
@@ -123,14 +123,14 @@ def _read(path: Path) -> Folder:
             if outcome is not None:
                 check_number(f"{by} {run.metric}", outcome[by][run.metric], 0, 1)
     except KeyError as error:
-        raise ValueError(f"{path} does not hold a run that is whole: {error} is missing") from error
+        raise ValueError(f"{path} does not hold a complete run: {error} is missing") from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not hold a run that is whole: {error}") from error
+        raise ValueError(f"{path} does not hold a complete run: {error}") from error
     return run
 
 
 def _check(about: Row, rows: list[Row], results: Row | None) -> str:
-    """Refuse what the page could not show; gives the name of the run's method."""
+    """Check that the page can show a run; returns its method's name."""
     options = _check_object("configuration", about["configuration"])
     check_choice("method", options["method"], LABELS)
     sizes = (options["dim"], options["subspaces"], options["codewords"], options.get("coarse", 0))

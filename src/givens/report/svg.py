@@ -1,6 +1,6 @@
-"""Pictures as SVG. Colours are the page's, so that they follow light and dark.
+"""Charts as SVG, in the page's colours, so that they follow light and dark mode.
 
-What is put into markup by `format` is escaped unless it is markup itself.
+Values that `format` puts into markup are escaped unless they are markup themselves.
 """
 
 import base64
@@ -15,17 +15,17 @@ from jaxtyping import Float
 from markupsafe import Markup
 from torch import Tensor
 
-# Small, so that its letters are still read where a phone shrinks it.
+# Small, so that text is legible even on a phone.
 WIDTH, HEIGHT = 420, 280
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 30, 44
-# Of a heat map at most; a larger matrix is shown by the largest entry of each block.
+# The most cells of a heat map; of a larger matrix, each cell is the maximum of a block.
 PIXELS = 128
 HEAT = (224, 92, 48)
 
 
 @dataclass(frozen=True)
 class Series:
-    """What is drawn in one colour: a line through points, or the points alone."""
+    """A series in one colour: points, optionally joined by a line."""
 
     name: str
     colour: int
@@ -41,7 +41,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """What is measured, how it is spaced, and how its numbers are written."""
+    """An axis: its name, its scale, and the format of its numbers."""
 
     name: str
     log: bool = False
@@ -57,13 +57,13 @@ def chart(
     *,
     alt: str,
 ) -> Markup:
-    """Lines and points; each point tells its numbers when it is pointed at.
+    """A chart of lines and points, with a tooltip for each point.
 
     Args:
-        series: what to draw.
-        x: the axis along.
-        y: the axis up.
-        alt: the picture in words.
+        series: the lines and points.
+        x: the horizontal axis.
+        y: the vertical axis.
+        alt: the alternative text.
     """
     xs = [at for one in series for at, _ in one.points]
     ys = [value for one in series for _, value in one.points]
@@ -96,7 +96,7 @@ def chart(
 
 
 def heat_map(M: Float[Tensor, "n n"], most: float, *, alt: str) -> Markup:
-    """A matrix of entries from 0 to `most`, the more the denser, on a scale of square roots."""
+    """A heat map of entries from 0 to `most`, on a square-root scale."""
     block = -(-len(M) // PIXELS)
     if block > 1:
         M = torch.nn.functional.max_pool2d(M[None], block, ceil_mode=True)[0]
@@ -115,13 +115,13 @@ def heat_map(M: Float[Tensor, "n n"], most: float, *, alt: str) -> Markup:
 
 
 class Scale:
-    """From values to places on the picture, with round numbers to write beside it."""
+    """Maps values to positions in the picture, with round numbers as ticks."""
 
     def __init__(self, values: Sequence[float], axis: Axis, first: float, last: float) -> None:
         self.log, self.first, self.last = axis.log, first, last
         low, high = min(values), max(values)
         if axis.log:
-            # A value of 0 has no place there.
+            # 0 has no position on a logarithmic scale.
             low = min((value for value in values if value > 0), default=1e-9)
             high = max(high, low)
             low, high = low / 1.15, high * 1.15
@@ -137,24 +137,24 @@ class Scale:
         return math.log10(value) if self.log else value
 
     def __call__(self, value: float) -> float:
-        """Where a value is drawn."""
+        """The position of a value."""
         part = (self._place(value) - self.low) / (self.high - self.low)
         return self.first + part * (self.last - self.first)
 
     def shows(self, value: float) -> bool:
-        """Whether a value has a place."""
+        """Whether a value has a position."""
         return math.isfinite(value) and (not self.log or value > 0)
 
 
 def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, about so many."""
+    """About `count` multiples of 1, 2 or 5 times a power of ten."""
     step = 10 ** math.floor(math.log10((high - low) / count))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (factor * step) <= count)
     return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten, or of two within a few of them."""
+    """Powers of ten, or of two for a short range."""
     base, most = (2, 7) if high / low < 100 else (10, 6)
     first, last = math.ceil(math.log(low, base)), math.floor(math.log(high, base))
     every = -(-(last - first + 1) // most) or 1
@@ -173,7 +173,7 @@ def _draw_series(one: Series, across: Scale, up: Scale, x: Axis, y: Axis) -> Mar
         path = "L".join(f"{px:.1f} {py:.1f}" for px, py, _, _ in shown)
         style = "line dashed" if one.dashed else "line"
         parts.append(Markup('<path class="{}" d="M{}"/>').format(style, path))
-    # Many points make a curve; a few are seen.
+    # Small markers on a line of many points.
     radius = 4.5 if not one.line else 2.6 if len(shown) <= 40 else 1.2
     style = Markup(' class="hollow"') if one.hollow else ""
     for number, (px, py, at, value) in enumerate(shown):

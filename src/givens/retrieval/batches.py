@@ -6,12 +6,14 @@ resumed run draws what it would have drawn.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from givens import distributed
 from givens.retrieval.data import Log
 
 # Part of the log that a stream's steps draw from at a time.
@@ -92,8 +94,20 @@ class Examples:
         clicks = np.bincount(log.items[trained[user]], minlength=log.catalogue)
         self.popularity = torch.from_numpy(clicks / clicks.sum()).float().to(self.device)
 
-    def draw(self, step: int, size: int, progress: float = 0.0) -> tuple[Inputs, Int[Tensor, " b"]]:
-        """The batch of a step: the inputs of the user tower, and the target of each row."""
+    def draw(
+        self, step: int, size: int, progress: float = 0.0, *, dropout: float = 0.0
+    ) -> tuple[Inputs, Int[Tensor, " b"]]:
+        """Draw the batch of a step.
+
+        Gives this rank's rows of the inputs of the user tower, and the targets of all ranks' rows.
+        What is drawn does not depend on how many ranks there are.
+
+        Args:
+            step: the number of the step.
+            size: rows of the batch, of all ranks together.
+            progress: how far training is, from 0 to 1.
+            dropout: the part of histories that is left out at random.
+        """
         self.generator.manual_seed(self.seed * SEED_STRIDE + step)
         first, count = 0, len(self.places)
         if self.stream:
@@ -106,7 +120,8 @@ class Examples:
         left = (self.starts[user + 1] - place).clamp_max(self.ahead)
         share = torch.rand(size, generator=self.generator, device=self.device)
         target = self.items[place + (share * left).long().clamp_max(left - 1)].long()
-        return self.build_inputs(user, place), target
+        mine = distributed.rows(size)
+        return self._drop_items(self.build_inputs(user[mine], place[mine]), dropout, size), target
 
     def draw_items(self, count: int) -> Int[Tensor, " m"]:
         """Uniformly drawn items, to go with the batch drawn last."""
@@ -115,19 +130,21 @@ class Examples:
         )
         return drawn
 
-    def drop_items(self, inputs: Inputs, dropout: float) -> Inputs:
-        """Inputs with items of the histories left out at random."""
-        if not dropout:
-            return inputs
-        share = torch.rand(inputs.history.shape, generator=self.generator, device=self.device)
-        return Inputs(inputs.history.masked_fill(share < dropout, -1), inputs.words)
-
     def build_inputs(self, user: Int[Tensor, " b"], place: Int[Tensor, " b"]) -> Inputs:
         """The inputs of users before these places of the log."""
         back = place[:, None] - 1 - torch.arange(self.history, device=self.device)
         history = self.items[back.clamp_min(0)].long()
         history = history.masked_fill(back < self.starts[user][:, None], -1)
         return Inputs(history, None if self.words is None else self.words[user].long())
+
+    def _drop_items(self, inputs: Inputs, dropout: float, size: int) -> Inputs:
+        """This rank's inputs with items of the histories left out, of a batch of this size."""
+        if not dropout:
+            return inputs
+        shape = (size, self.history)
+        share = torch.rand(shape, generator=self.generator, device=self.device)
+        dropped = inputs.history.masked_fill(share[distributed.rows(size)] < dropout, -1)
+        return Inputs(dropped, inputs.words)
 
     def hold_out(self, users: Int[np.ndarray, " b"]) -> HeldOut:
         """Users with the first half of their clicks as the history, the others as the truth."""
@@ -145,3 +162,14 @@ class Examples:
         truth = truth[~torch.isin(truth, seen)]
         sizes = torch.bincount(truth // self.log.catalogue, minlength=len(who))
         return HeldOut(self.build_inputs(who, middle), seen, truth, sizes)
+
+
+def open_examples(log: Log, **options: Any) -> Examples:
+    """The examples of a log, with the options of `Examples`: in memory, or read from its files."""
+    if not log.streamed:
+        return Examples(log, **options)
+    from givens.retrieval.streams import StreamedExamples
+
+    # `Config.check` refuses an order of time.
+    options.pop("stream", None)
+    return StreamedExamples(log, **options)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The state of a run in a file: parts, optimizers' states and the best step so far.
 
-What is drawn depends on the seed and the step alone, so there is no generator to save.
+What is drawn depends on the seed and the step alone, so there is no generator to save. The rows of
+split tables are in files beside it, which it names: it is renamed into its place last.
 """
 
 import contextlib
@@ -13,21 +14,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from givens import distributed
 from givens.retrieval.batches import HeldOut, Inputs
 from givens.retrieval.config import find_difference
+from givens.retrieval.rows import Entry, open_column, read_columns
 from givens.retrieval.state import Best, State
+from givens.retrieval.tables import RowWise
 from givens.storage import files
+from givens.storage.formats import File, Safetensors
 
 KIND, TOWERS, USERS = "checkpoint", "towers", "users"
+ITEMS = "towers.items.weight"
 
 
 def save(state: State, path: Path) -> None:
-    """Write a state, in the place of an older file."""
+    """Write a state, in the place of an older file; among ranks all must call it."""
+    best = state.best
+    # Of the step that did best they are there.
+    entries = best.rows if best.step == state.step else []
+    entries = entries or state.files.save(state.columns(), state.first, state.step)
+    distributed.from_first(lambda: _save(state, path, entries))
+    state.files.kept = [*entries, *best.rows]
+    state.files.keep([])
+
+
+def _save(state: State, path: Path, entries: list[Entry]) -> None:
     tensors = state.parts() | {f"best.{name}": part for name, part in state.best.parts.items()}
     numbers: dict[str, float] = {}
     for number, optimizer in enumerate(state.optimizers):
-        for parameter, entries in optimizer.state_dict()["state"].items():
-            for name, value in entries.items():
+        if isinstance(optimizer, RowWise):
+            continue
+        for parameter, values in optimizer.state_dict()["state"].items():
+            for name, value in values.items():
                 key = f"optimizer.{number}.{parameter}.{name}"
                 if isinstance(value, Tensor):
                     tensors[key] = value
@@ -39,8 +57,9 @@ def save(state: State, path: Path) -> None:
         "rules": state.log.rules,
         "step": state.step,
         "joint": state.joint,
-        "best": {"recall": state.best.recall, "step": state.best.step},
+        "best": {"recall": state.best.recall, "step": state.best.step, "rows": state.best.rows},
         "numbers": numbers,
+        "rows": entries,
     }
     # There may be more rows than a file's header can hold.
     rows = bytearray(json.dumps(state.rows).encode())
@@ -75,8 +94,9 @@ def _restore(state: State, path: Path, about: dict[str, Any], tensors: dict[str,
         about["step"],
         rows,
         tensors,
-        Best(about["best"]["recall"], about["best"]["step"], best),
+        Best(about["best"]["recall"], about["best"]["step"], best, about["best"].get("rows", [])),
         optimizers,
+        about.get("rows", []),
         joint=about["joint"],
     )
 
@@ -94,8 +114,11 @@ def _refuse_missing(path: Path) -> Iterator[None]:
 
 
 def save_towers(state: State, path: Path) -> None:
-    """Write the towers and what they were made with."""
-    about = {"config": dataclasses.asdict(state.config), "log": state.log.fingerprint}
+    """Write the towers at their best step, where the state is, and what they were made with."""
+    about: dict[str, Any] = {"config": dataclasses.asdict(state.config)}
+    about["log"] = state.log.fingerprint
+    if state.tables:
+        about |= {"folder": state.files.folder.name, "rows": state.best.rows}
     save_parts(state.parts(), path, about)
 
 
@@ -106,8 +129,27 @@ def save_parts(parts: dict[str, Tensor], path: Path, about: dict[str, Any] | Non
 
 
 def load_towers(path: Path) -> dict[str, Tensor]:
-    """The parts that `save_towers` or `save_parts` wrote."""
-    return files.load(path, TOWERS).tensors
+    """The parts that `save_towers` or `save_parts` wrote, all rows of split tables among them."""
+    contents = files.load(path, TOWERS)
+    if entries := contents.metadata.get("rows"):
+        with _refuse_missing(path):
+            folder = path.parent / Path(contents.metadata["folder"]).name
+            for name, column in read_columns(folder, entries).items():
+                if name.endswith(".weight"):
+                    contents.tensors[name] = column
+    return contents.tensors
+
+
+def open_items(path: Path) -> File:
+    """The items among the towers of a file, read where they are sliced, as `refresh` does.
+
+    They are as long as they were learned: for a cosine quantizer, which normalises them.
+    """
+    contents = files.read_header(path).metadata
+    with _refuse_missing(path):
+        if not contents.get("rows"):
+            return Safetensors(path, ITEMS, None)
+        return open_column(path.parent / Path(contents["folder"]).name, contents["rows"], ITEMS)
 
 
 def save_users(users: Tensor, held: HeldOut, path: Path) -> None:

@@ -45,7 +45,7 @@ Size = Literal["small", "medium", "large"]
 # A softmax over more items than this draws some of them.
 MOST_ITEMS, SHARED = 10_000, 4096
 # So many items take larger batches to be seen often enough, and higher rates, since they are moved
-# only when they are seen.
+# only when they are seen. Ranks have a range of their rows each.
 LARGE = 50_000
 # What the sizes of `config_for` and `givens train` set.
 SIZES: dict[str, dict[str, Any]] = {
@@ -203,6 +203,11 @@ class Config:
                 )
         if not self.history and log.words is None:
             raise ValueError("history must be at least 1 where a log has no words, but got 0")
+        if self.stream and log.streamed:
+            raise ValueError(
+                f"stream must be left out for {log.name}: Parquet files are read user by user, not "
+                "in order of time"
+            )
         if self.batch % distributed.count():
             raise ValueError(
                 f"batch must be divisible by the number of ranks, but got batch={self.batch} "

@@ -7,10 +7,14 @@ by time is the history, the second half the truth.
 
 import dataclasses
 import hashlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, Num, Shaped
+from jaxtyping import Bool, Float, Int, Num, Shaped, UInt8
 from numpy.typing import NDArray
 
 from givens.checks import check_number, check_seed, check_whole
@@ -30,6 +34,8 @@ STRAY = 0.1
 EPOCHS = 16
 # How often a word of a query is a wrong one.
 WRONG = 0.1
+# Names that are written at a time.
+NAMES_AT_ONCE = 65_536
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,31 @@ class Selection:
 
 
 @dataclass(frozen=True, eq=False)
+class Names:
+    """Names without a Python object for each: their UTF-8 in a row, and where each ends."""
+
+    ends: Int[np.ndarray, " ends"]
+    """Text i ends at byte `ends[i + 1]`, where the next begins."""
+    text: UInt8[np.ndarray, " bytes"]
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, rows: slice) -> list[str]:
+        ends = self.ends[rows.start or 0 : len(self) + 1 if rows.stop is None else rows.stop + 1]
+        raw = self.text[ends[0] : ends[-1]].tobytes() if len(ends) else b""
+        at = (ends - ends[0]).tolist() if len(ends) else []
+        return [raw[a:b].decode() for a, b in itertools.pairwise(at)]
+
+
+def write_names(path: Path, names: "Shaped[np.ndarray, ' catalogue'] | Names") -> None:
+    """Write a line for each name, some at a time."""
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for first in range(0, len(names), NAMES_AT_ONCE):
+            file.writelines(f"{name}\n" for name in names[first : first + NAMES_AT_ONCE])
+
+
+@dataclass(frozen=True, eq=False)
 class Log:
     """Clicks by user, each user's in order of time."""
 
@@ -85,7 +116,7 @@ class Log:
     test: Int[np.ndarray, " c"]
     words: Int[np.ndarray, "users w"] | None = None
     """What a user says of what is wanted: a query's words, or features."""
-    names: Shaped[np.ndarray, " catalogue"] | None = None
+    names: Shaped[np.ndarray, " catalogue"] | Names | None = None
     """What the items are called where the log is from."""
     selection: Selection | None = None
     """What was left out of the file; none where the log was made in memory."""
@@ -99,6 +130,11 @@ class Log:
     def users(self) -> int:
         """How many users there are."""
         return len(self.starts) - 1
+
+    @property
+    def streamed(self) -> bool:
+        """Whether only held-out users' clicks are in memory, and the others are read from files."""
+        return False
 
     @property
     def vocabulary(self) -> int:
@@ -166,12 +202,8 @@ def split(
     _, user, counts = np.unique(user, return_inverse=True, return_counts=True)
     many = counts[user] >= min_items if len(user) else np.zeros(0, bool)
     if not many.any():
-        rated, lower = f" rated {min_rating:g} or more", " or min_rating"
-        if rating is None:
-            rated = lower = ""
         raise ValueError(
-            f"{name} has no valid users: none has {min_items} items{rated} in {rows:,} rows; "
-            f"lower min_items{lower}"
+            describe_empty(name, rows, min_rating, min_items, rated=rating is not None)
         )
     low, few = rows - len(user), everyone - int((counts >= min_items).sum())
     selection = Selection(min_rating, min_items, rows, low, everyone, few, rated=rating is not None)
@@ -211,20 +243,47 @@ def hold_out(
     trained[train] = True
     seen = np.zeros(catalogue or int(items.max()) + 1, bool)
     seen[items[np.repeat(trained, counts)]] = True
-    for user in (valid, test):
-        chosen = np.zeros(users, bool)
-        chosen[user] = True
-        if not seen[items[np.repeat(chosen, counts)]].any():
+    check_held_out(name, starts, items, seen, valid, test)
+    return Log(name, starts, items, times, len(seen), train, valid, test, words)
+
+
+def check_held_out(
+    name: str,
+    starts: Int[np.ndarray, " starts"],
+    items: Int[np.ndarray, " clicks"],
+    seen: Bool[np.ndarray, " catalogue"],
+    *halves: Int[np.ndarray, " b"],
+) -> None:
+    """Refuse held-out users of whom nothing can be learned, or who cannot be tested.
+
+    Args:
+        name: of the log.
+        starts: where the clicks of each user begin.
+        items: of all clicks.
+        seen: which items training users have clicked.
+        halves: the users for validation and for the test.
+    """
+    for users in halves:
+        clicks = [items[starts[one] : starts[one + 1]] for one in users]
+        if not seen[np.concatenate(clicks)].any():
             raise ValueError(
-                f"{name} cannot be learned: every item of the {len(user)} held-out users is seen "
+                f"{name} cannot be learned: every item of the {len(users)} held-out users is seen "
                 "by them alone"
             )
-        if not any(_has_truth(items[starts[one] : starts[one + 1]]) for one in user):
+        if not any(map(_has_truth, clicks)):
             raise ValueError(
-                f"{name} cannot be tested: none of the {len(user)} held-out users has an item in "
+                f"{name} cannot be tested: none of the {len(users)} held-out users has an item in "
                 "the second half that was not in the first"
             )
-    return Log(name, starts, items, times, len(seen), train, valid, test, words)
+
+
+def describe_empty(name: str, rows: int, min_rating: float, min_items: int, *, rated: bool) -> str:
+    """Why a log has no users, and what to do."""
+    text, lower = (f" rated {min_rating:g} or more", " or min_rating") if rated else ("", "")
+    return (
+        f"{name} has no valid users: none has {min_items} items{text} in {rows:,} rows; "
+        f"lower min_items{lower}"
+    )
 
 
 def _has_truth(items: Int[np.ndarray, " clicks"]) -> bool:
@@ -261,12 +320,60 @@ def click_log(
     check_whole("words", words, 0)
     check_number("drift", drift, 0)
     check_seed(seed)
+    _check_clicks(clicks, users)
+    rng = np.random.default_rng(seed)
+    counts, times, tastes, at = _draw_clicks(users, items, clicks, rng)
+    clicked = _Ring(items, drift, rng).find(at, times)
+    said = None
+    if words:
+        said = (tastes * words).astype(np.int32)
+        wrong = rng.random(said.shape) < WRONG
+        said[wrong] = rng.integers(0, words, int(wrong.sum()))
+    return hold_out(
+        "built-in", counts, clicked, times.astype(np.float32), said, catalogue=items, seed=seed
+    )
+
+
+def click_pieces(
+    users: int, items: int, clicks: int, *, piece: int = 50_000, seed: int = 0
+) -> Iterator[tuple[Int[np.ndarray, " piece"], Int[np.ndarray, " clicks"]]]:
+    """A built-in log without drift that is never whole in memory, some users at a time.
+
+    Gives the number of clicks of each user, and the items of all of them one user after another, in
+    order of time.
+
+    Args:
+        users: as of `click_log`, as all that follow.
+        items: in the catalogue.
+        clicks: of all users.
+        piece: how many users at a time.
+        seed: of everything.
+    """
+    for name, number in (("users", users), ("items", items), ("piece", piece)):
+        check_whole(name, number, 1)
+    check_seed(seed)
+    _check_clicks(clicks, users)
+    ring = _Ring(items, 0.0, np.random.default_rng(seed))
+    for first in range(0, users, piece):
+        end = min(first + piece, users)
+        rng = np.random.default_rng([seed, first])
+        number = end * clicks // users - first * clicks // users
+        counts, times, _, at = _draw_clicks(end - first, items, number, rng)
+        yield counts, ring.find(at, times)
+
+
+def _check_clicks(clicks: int, users: int) -> None:
     if clicks < MIN_ITEMS * users:
         raise ValueError(
             f"clicks must be at least {MIN_ITEMS} for each user, "
             f"but got clicks={clicks} for users={users}"
         )
-    rng = np.random.default_rng(seed)
+
+
+def _draw_clicks(
+    users: int, items: int, clicks: int, rng: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """How many clicks each user has, their times, the users' tastes, and where clicks fall."""
     shares = rng.lognormal(0, 1, users)
     counts = MIN_ITEMS + rng.multinomial(clicks - MIN_ITEMS * users, shares / shares.sum())
     starts = np.cumsum(counts) - counts
@@ -278,33 +385,37 @@ def click_log(
     at += rng.laplace(0, min(SPREAD, AROUND / items), clicks)
     stray = rng.random(clicks) < STRAY
     at[stray] = rng.random(int(stray.sum()))
-    clicked = _find_on_ring(at % 1, times, items, drift, rng)
-    said = None
-    if words:
-        said = (tastes * words).astype(np.int32)
-        wrong = rng.random(said.shape) < WRONG
-        said[wrong] = rng.integers(0, words, int(wrong.sum()))
-    return hold_out(
-        "built-in", counts, clicked, times.astype(np.float32), said, catalogue=items, seed=seed
-    )
+    return counts, times, tastes, at % 1
 
 
-def _find_on_ring(
-    at: NDArray[np.float64],
-    times: NDArray[np.float64],
-    items: int,
-    drift: float,
-    rng: np.random.Generator,
-) -> NDArray[np.int32]:
-    """The items whose arcs the points are in, at their times."""
-    popularity = (rng.permutation(items) + 10.0) ** -0.8
-    places, speed = rng.random(items), rng.uniform(-drift, drift, items)
-    clicked = np.empty(len(at), np.int32)
-    epoch = (times * EPOCHS).astype(np.int64) if drift else np.zeros(len(at), np.int64)
-    for number in np.unique(epoch):
-        order = np.argsort((places + speed * number / EPOCHS) % 1).astype(np.int32)
-        ends = np.cumsum(popularity[order])
-        here = epoch == number
-        found = np.searchsorted(ends, at[here] * ends[-1], side="right")
-        clicked[here] = order[np.minimum(found, items - 1)]
-    return clicked
+class _Ring:
+    """Items on a ring, each over an arc as long as it is popular."""
+
+    def __init__(self, items: int, drift: float, rng: np.random.Generator) -> None:
+        self.popularity = (rng.permutation(items) + 10.0) ** -0.8
+        self.places, self.speed = rng.random(items), rng.uniform(-drift, drift, items)
+        self.drift = drift
+        # Of the stretch of time that was asked for last.
+        self.known: tuple[int, Any, Any] = (-1, None, None)
+
+    def find(self, at: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.int32]:
+        """The items whose arcs the points are in, at their times."""
+        clicked = np.empty(len(at), np.int32)
+        epoch = np.zeros(len(at), np.int64)
+        if self.drift:
+            epoch = (times * EPOCHS).astype(np.int64)
+        for number in np.unique(epoch):
+            order, ends = self._arcs(int(number))
+            here = np.flatnonzero(epoch == number)
+            # In order, so that places near one another are looked up one after another.
+            here = here[np.argsort(at[here])]
+            found = np.searchsorted(ends, at[here] * ends[-1], side="right")
+            clicked[here] = order[np.minimum(found, len(order) - 1)]
+        return clicked
+
+    def _arcs(self, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """The items in their order, and where the arc of each ends."""
+        if self.known[0] != epoch:
+            order = np.argsort((self.places + self.speed * epoch / EPOCHS) % 1).astype(np.int32)
+            self.known = (epoch, order, np.cumsum(self.popularity[order]))
+        return self.known[1], self.known[2]

@@ -8,6 +8,7 @@
 | KGAT | `train.txt` and `test.txt`: user item item … |
 | plain rows | one `.txt`, `.tsv`, `.csv` or `.inter`, under a header or in the order user item \
 [[rating] time]; or user item item … |
+| Parquet | a file or a folder of them, streamed: `streamed` |
 
 Rows are parsed by hand: pyarrow's CSV reader is faster, but an optional extra, which knows neither
 `::` nor lines of different lengths, and plain logs should need no extra.
@@ -43,6 +44,7 @@ LAYOUTS: dict[int, list[int | None]] = {
     3: [0, 1, None, 2],
     4: [0, 1, 2, 3],
 }
+PARQUET = ".parquet"
 PLAIN = (".txt", ".tsv", ".csv", ".inter")
 
 Table = list[NDArray[Any] | None]
@@ -56,6 +58,7 @@ def read(
     min_items: int = MIN_ITEMS,
     held_out: int = HELD_OUT,
     seed: int = 0,
+    **streaming: Any,
 ) -> Log:
     """Read the log in a folder or file, whose layout follows from its names and first line.
 
@@ -65,12 +68,27 @@ def read(
         min_items: users with fewer rows than this are left out.
         held_out: users for validation, and as many for the test; a fifth where there are few.
         seed: of the draw of held-out users.
+        streaming: of Parquet files, which stay where they are: the other arguments of
+            `streamed.read_streamed`.
     """
     check_whole("held_out", held_out, 1)
     check_seed(seed)
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no log {path}")
+    if _is_parquet(path):
+        from givens.retrieval.streamed import read_streamed
+
+        return read_streamed(
+            path,
+            min_rating=min_rating,
+            min_items=min_items,
+            held_out=held_out,
+            seed=seed,
+            **streaming,
+        )
+    if streaming.get("hash_items") is not None:
+        raise ValueError(f"hash_items goes with Parquet files, but {path} has none")
     user, item, rating, time = _read_table(path)
     if user is None or item is None:
         raise ValueError(f"{path} has no rows")
@@ -91,6 +109,17 @@ def read(
     )
 
 
+def _is_parquet(path: Path) -> bool:
+    """Whether a log is in Parquet files: also in those of a folder's partitions, as day=1."""
+    if path.is_file():
+        return path.suffix == PARQUET
+    known = [path / name for name in ("ratings.dat", "ratings.csv", "train.txt")]
+    return not any(one.exists() for one in known) and any(
+        inside.suffix == PARQUET if inside.is_file() else "=" in inside.name and _is_parquet(inside)
+        for inside in path.iterdir()
+    )
+
+
 def _read_table(path: Path) -> Table:
     if path.is_dir():
         return _read_folder(path)
@@ -100,7 +129,9 @@ def _read_table(path: Path) -> Table:
         return _parse_numbers(path, "::", LAYOUTS[4])
     if path.suffix in PLAIN:
         return _read_plain(path)
-    raise ValueError(f"{path} is of no known layout; one of .dat, .json, .json.gz, .txt, .csv")
+    raise ValueError(
+        f"{path} is of no known layout; one of .dat, .json, .json.gz, .txt, .csv, .parquet"
+    )
 
 
 def _read_folder(folder: Path) -> Table:
@@ -297,7 +328,7 @@ def _open_text(path: Path) -> Iterator[TextIO]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be text in UTF-8, but is not") from error
     except EOFError as error:
-        raise ValueError(f"{path} has lost its end") from error
+        raise ValueError(f"{path} is truncated") from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged: it cannot be decompressed") from error
 

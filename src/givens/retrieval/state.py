@@ -3,12 +3,13 @@
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, Optimizer, SparseAdam
+from torch.optim import Adam, Optimizer
 
 from givens import distributed
 from givens.baselines import optimizer_for
@@ -16,6 +17,8 @@ from givens.layer.layer import IndexLayer
 from givens.quantizer import Codes, Quantizer
 from givens.retrieval.config import LARGE, Config
 from givens.retrieval.data import Log
+from givens.retrieval.rows import Entry, RowFiles
+from givens.retrieval.tables import RowWise, Table
 from givens.retrieval.towers import Towers
 from givens.rotation import project
 
@@ -30,11 +33,13 @@ Row = dict[str, Any]
 
 @dataclass
 class Best:
-    """The step that did best on the validation users, and the parts at that step."""
+    """The step that did best on the validation users, and what was learned by then."""
 
     recall: float
     step: int
     parts: dict[str, Tensor]
+    rows: list[Entry] = field(default_factory=list)
+    """The files of the split tables: a copy in memory would be as large as they are."""
 
 
 class State:
@@ -44,7 +49,13 @@ class State:
     """
 
     def __init__(
-        self, log: Log, config: Config, device: torch.device | str = "cpu", *, blank: bool = False
+        self,
+        log: Log,
+        config: Config,
+        device: torch.device | str = "cpu",
+        *,
+        blank: bool = False,
+        folder: Path | None = None,
     ) -> None:
         """Initialize all parts.
 
@@ -53,6 +64,7 @@ class State:
             config: the options of the run.
             device: where the parts are.
             blank: leave the towers uninitialized, for `skip_warm_up` to fill.
+            folder: where the rows of split tables are saved; none for a temporary one.
         """
         config.check(log)
         self.log, self.config, self.device = log, config, torch.device(device)
@@ -63,8 +75,8 @@ class State:
                 history=config.history,
                 pool=config.pool,
                 vocabulary=log.vocabulary,
-                # Where a step sees few of the items, only those are updated.
-                sparse=log.catalogue > LARGE and config.negatives is not None,
+                # Where a step sees few of the items, ranks have a range of them each.
+                split=log.catalogue > LARGE and config.negatives is not None,
                 seed=config.seed,
             )
         if blank:
@@ -73,6 +85,7 @@ class State:
         sizes = (config.subspaces, config.codewords, config.coarse)
         self.layer = IndexLayer(config.dim, *sizes, metric="cosine", device=self.device)
         self.step = 0
+        self.files = RowFiles(folder)
         self.rows: list[Row] = []
         self.best = Best(-1.0, 0, {})
         # The index at the beginning of the joint phase.
@@ -102,10 +115,17 @@ class State:
         coarse = None if self.layer.coarse is None else self.layer.coarse.detach()
         return Quantizer(R, self.layer.codebooks.detach(), coarse, "cosine")
 
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The tables of which each rank has a range of rows, by name; none of a small catalogue."""
+        return {f"towers.{name}": table for name, table in self.towers.tables().items()}
+
     def parts(self) -> dict[str, Tensor]:
-        """Everything that is learned, by name."""
+        """Everything that is learned and that every rank has, by name."""
         towers = {f"towers.{name}": part for name, part in self.towers.state_dict().items()}
         layer = {f"layer.{name}": part for name, part in self.layer.state_dict().items()}
+        for name in self.tables:
+            del towers[f"{name}.weight"]
         fixed = {}
         if self.codes is not None:
             fixed["codes.fine"] = self.codes.fine
@@ -113,20 +133,49 @@ class State:
                 fixed["codes.coarse"] = self.codes.coarse
         return {**towers, **layer, **fixed}
 
+    def columns(self, *, learning: bool = True) -> dict[str, Tensor]:
+        """This rank's rows of split tables and, if `learning`, of what optimizers keep of them."""
+        found = {f"{name}.weight": table.weight.detach() for name, table in self.tables.items()}
+        for name, table in self.tables.items() if learning else ():
+            for optimizer in self.optimizers:
+                for key, value in optimizer.state.get(table.weight, {}).items():
+                    found[f"{name}.{key}"] = value
+        return found
+
+    @property
+    def first(self) -> int:
+        """The first of this rank's rows."""
+        return next((table.range.start for table in self.tables.values()), 0)
+
     def load_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Overwrite the towers, the layer and fixed codes by the parts of these names."""
+        """Overwrite the towers, the layer and fixed codes by the parts of these names.
+
+        Split tables may be among them, whole or as this rank's rows, or are left as they are.
+        """
+        whole = {**self.columns(learning=False), **parts}
         if "codes.fine" in parts:
             coarse = parts.get("codes.coarse")
             coarse = None if coarse is None else coarse.to(self.device)
             self.codes = Codes(parts["codes.fine"].to(self.device), coarse)
+        for name, table in self.tables.items():
+            if len(rows := whole[f"{name}.weight"]) == table.num_embeddings:
+                whole[f"{name}.weight"] = rows[table.range]
         for name, module in (("towers.", self.towers), ("layer.", self.layer)):
-            mine = {k.removeprefix(name): v for k, v in parts.items() if k.startswith(name)}
-            if mine:
+            if any(key.startswith(name) for key in parts):
+                mine = {k.removeprefix(name): v for k, v in whole.items() if k.startswith(name)}
                 module.load_state_dict(mine)
 
-    def copy_parts(self) -> dict[str, Tensor]:
-        """The parts as they are now, which later steps leave alone."""
-        return {name: part.detach().clone() for name, part in self.parts().items()}
+    def mark_best(self, recall: float) -> None:
+        """Keep everything as it is at this step, which did best; later steps leave it alone."""
+        rows = self.files.save(self.columns(), self.first, self.step)
+        copied = {name: part.detach().clone() for name, part in self.parts().items()}
+        self.best = Best(recall, self.step, copied, rows)
+        self.files.keep(rows)
+
+    def load_best(self) -> None:
+        """Go back to the step that did best."""
+        self.load_parts(self.best.parts)
+        self.files.load(self.best.rows, self.columns(learning=False), self.first)
 
     def mark_rotation(self) -> None:
         """Remember R, to tell later how far it has turned since."""
@@ -136,25 +185,25 @@ class State:
         """Continue after the warm-up, from towers that went through it in another run."""
         self.load_parts(towers)
         self.step = self.config.warmup
-        self.best = Best(-1.0, self.step, self.copy_parts())
+        self.mark_best(-1.0)
 
     def reset_optimizers(self, *, joint: bool) -> None:
         """Make fresh optimizers: Adam for towers and codebooks and, if `joint`, the one for R."""
-        c, table = self.config, self.towers.items
-        table.weight.requires_grad_(not (joint and c.items_stay))
+        c, tables = self.config, self.towers.tables()
+        self.towers.items.weight.requires_grad_(not (joint and c.items_stay))
         learned = [part for part in self.towers.parameters() if part.requires_grad]
         lr = c.joint_lr if self.step >= c.warmup else c.lr
-        rare = [part for part in learned if part is table.weight and table.sparse]
+        rare = [table.weight for table in tables.values() if table.weight.requires_grad]
         if joint:
             learned += self.layer.index_parameters()
         gpu = self.device.type == "cuda"
         often = [part for part in learned if all(part is not other for other in rare)]
         optimizers: list[Optimizer] = [Adam(often, lr, fused=gpu, capturable=gpu)]
         if rare:
-            optimizers.append(SparseAdam(rare, lr))
+            optimizers.append(RowWise(rare, lr))
         if joint:
             optimizers.append(make_rotation_optimizer(self.layer, c))
-        self.capturable = gpu and not table.sparse and can_capture(c, joint=joint)
+        self.capturable = gpu and not tables and can_capture(c, joint=joint)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["initial_lr"] = group["lr"]
             if self.capturable:
@@ -169,6 +218,7 @@ class State:
         parts: Mapping[str, Tensor],
         best: Best,
         optimizers: Mapping[int, Mapping[int, Mapping[str, Any]]],
+        entries: list[Entry],
         *,
         joint: bool,
     ) -> None:
@@ -177,8 +227,9 @@ class State:
         Args:
             step: the steps taken.
             rows: of the evaluations so far.
-            parts: everything that is learned.
+            parts: everything that is learned and that every rank has.
             best: the best step so far.
+            entries: the files of the split tables.
             optimizers: the state of each parameter, by the number of its optimizer and its own.
             joint: whether the index was trained along.
         """
@@ -188,10 +239,14 @@ class State:
         self.load_parts(parts)
         self.mark_rotation()
         moved = {name: part.to(self.device) for name, part in best.parts.items()}
-        self.best = Best(best.recall, best.step, moved)
+        self.best = Best(best.recall, best.step, moved, best.rows)
         for number, optimizer in enumerate(self.optimizers):
+            if isinstance(optimizer, RowWise):
+                continue
             states = {key: dict(state) for key, state in optimizers.get(number, {}).items()}
             optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+        self.files.load(entries, self.columns(), self.first)
+        self.files.kept = [*entries, *best.rows]
 
 
 def can_capture(config: Config, *, joint: bool) -> bool:

@@ -1,14 +1,18 @@
 """The two towers: histories and words of users, and items, as unit vectors scored by cosine."""
 
 import math
+from collections.abc import Iterator
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from givens import distributed
 from givens.retrieval.batches import Inputs
+from givens.retrieval.tables import BLOCK, Table
 
 Pool = Literal["mean", "attention"]
 HEADS = 4
@@ -27,7 +31,7 @@ class Towers(nn.Module):
         history: int = 100,
         pool: Pool = "attention",
         vocabulary: int = 0,
-        sparse: bool = False,
+        split: bool = False,
         seed: int = 0,
     ) -> None:
         """Make both towers.
@@ -39,8 +43,8 @@ class Towers(nn.Module):
             pool: "mean" weighs an item of the history by how recent it is, "attention" also by
                 what it is, in several ways at once.
             vocabulary: how many words there are; 0 for none.
-            sparse: whether the gradient of the items' table has the rows that were used, and no
-                others.
+            split: whether ranks have a range of the tables' rows each, of which a step touches
+                those that it uses, and no others.
             seed: of the start.
         """
         super().__init__()
@@ -51,11 +55,18 @@ class Towers(nn.Module):
             raise ValueError("history must be at least 1 where there are no words, but got 0")
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
-            self.pool = History(items, dim, history, pool) if history else None
+            self.pool = None
+            if history:
+                table = Table(items, dim, seed=seed, number=0) if split else None
+                self.pool = History(items, dim, history, pool, table)
             self.words = nn.EmbeddingBag(vocabulary, dim, mode="mean") if vocabulary else None
             self.mix = Mix(dim)
-            self.items = nn.Embedding(items, dim, sparse=sparse)
-            nn.init.normal_(self.items.weight, std=dim**-0.5)
+            self.items: nn.Embedding | Table
+            if split:
+                self.items = Table(items, dim, seed=seed, number=1)
+            else:
+                self.items = nn.Embedding(items, dim)
+                nn.init.normal_(self.items.weight, std=dim**-0.5)
             if self.words is not None:
                 # As long as items: Adam moves all by the same, and long ones would turn slowly.
                 nn.init.normal_(self.words.weight, std=dim**-0.5)
@@ -70,8 +81,36 @@ class Towers(nn.Module):
         return functional.normalize(self.mix(x), dim=1)
 
     def item(self, ids: Int[Tensor, " m"] | None = None) -> Float[Tensor, "m n"]:
-        """Unit vectors of items, or of all of them."""
+        """Unit vectors of items, or of all of them that this rank has."""
         return functional.normalize(self.items.weight if ids is None else self.items(ids), dim=1)
+
+    def part(self) -> "Part":
+        """This rank's part of the items."""
+        W, rows = self.items.weight.detach(), distributed.rows(self.items.num_embeddings)
+        return Part(W if isinstance(self.items, Table) else W[rows], rows.start)
+
+    def tables(self) -> dict[str, Table]:
+        """The split tables by name; none where every rank has all."""
+        return {name: part for name, part in self.named_modules() if isinstance(part, Table)}
+
+
+class Part:
+    """A range of the items as unit vectors, which are made where they are sliced."""
+
+    def __init__(self, rows: Tensor, first: int) -> None:
+        self.rows, self.first = rows, first
+        self.shape, self.dtype = tuple(rows.shape), np.dtype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, rows: slice) -> Float[Tensor, "m n"]:
+        return functional.normalize(self.rows[rows], dim=1)
+
+    def blocks(self) -> Iterator[tuple[int, Float[Tensor, "m n"]]]:
+        """The vectors in slices, and where in the part each begins."""
+        for at in range(0, len(self), BLOCK):
+            yield at, self[at : at + BLOCK]
 
 
 class History(nn.Module):
@@ -82,13 +121,16 @@ class History(nn.Module):
     is made.
     """
 
-    def __init__(self, items: int, dim: int, length: int, pool: Pool) -> None:
+    def __init__(
+        self, items: int, dim: int, length: int, pool: Pool, table: Table | None = None
+    ) -> None:
         super().__init__()
         heads = HEADS if pool == "attention" else 1
         if dim % heads:
             raise ValueError(f"dim must be divisible by {heads} heads, but got dim={dim}")
-        self.embedding = nn.Embedding(items, dim)
-        nn.init.normal_(self.embedding.weight, std=dim**-0.5)
+        self.embedding = table or nn.Embedding(items, dim)
+        if table is None:
+            nn.init.normal_(self.embedding.weight, std=dim**-0.5)
         self.recency = nn.Parameter(torch.zeros(heads, length))
         # Stands for a history in which nothing is left, as after dropout: its direction would
         # otherwise be 0/0, with a gradient to match.
@@ -98,6 +140,8 @@ class History(nn.Module):
     def forward(self, history: Int[Tensor, "b h"]) -> Float[Tensor, "b n"]:
         """The weighed sum for each row; the learned vector for an empty history."""
         E, heads = self.embedding.weight, len(self.recency)
+        if isinstance(self.embedding, Table):
+            E, history = self.embedding.find(history)
         here = history >= 0
         # Where there is none, any item with weight 0, but not the same everywhere: a gradient is
         # added up item by item, and would wait for the one that comes most often.

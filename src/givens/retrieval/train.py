@@ -23,10 +23,10 @@ from torch import Tensor
 from givens import distributed
 from givens.quantizer import Quantizer
 from givens.retrieval import checkpoint
-from givens.retrieval.batches import Examples
+from givens.retrieval.batches import open_examples
 from givens.retrieval.config import Config
-from givens.retrieval.data import Log
-from givens.retrieval.evaluate import Evaluator, share_distinct
+from givens.retrieval.data import Log, write_names
+from givens.retrieval.evaluate import Evaluator, count_distinct, hash_codes
 from givens.retrieval.state import Row, State
 from givens.retrieval.towers import Towers
 from givens.retrieval.trainer import Trainer
@@ -37,6 +37,8 @@ SAVING, QUICK = 0.05, 0.5
 
 # The file of a folder that a run goes on from.
 CHECKPOINT = "checkpoint.safetensors"
+# The folder in it for rows of split tables.
+TABLES = "tables"
 
 Tell = Callable[[Row], object]
 
@@ -88,7 +90,8 @@ def train(
     # Before the work: a missing package.
     import givens.export.faiss  # noqa: F401
 
-    state = State(log, config, device, blank=towers is not None)
+    place = None if folder is None else folder / TABLES
+    state = State(log, config, device, blank=towers is not None, folder=place)
     state.start = start
     if towers is not None:
         state.skip_warm_up(towers)
@@ -97,9 +100,9 @@ def train(
     trainer, evaluator = _prepare(state)
     trainer.check_ranks()
     if not distributed.is_first():
-        folder, tell, progress = None, ignore, ignore
+        tell, progress = ignore, ignore
     saver = Saver(state, folder)
-    with open_board(folder, state.step) as show:
+    with open_board(folder if distributed.is_first() else None, state.step) as show:
 
         def keep(row: Row) -> None:
             show(row)
@@ -119,7 +122,7 @@ def train(
             tell(row)
         _learn(trainer, evaluator, config.total, keep, progress)
     quantizer = trainer.finish()
-    results = distributed.from_first(lambda: _write_results(evaluator, quantizer, folder))
+    results = _write_results(evaluator, quantizer, folder)
     return Trained(state.towers, quantizer, state.start, state.rows, results)
 
 
@@ -129,7 +132,9 @@ def warm_up(
     """Run the first phase alone; gives its best towers, for runs that share them."""
     state = State(log, config, device)
     _learn(*_prepare(state), config.warmup, tell)
-    return {name: part for name, part in state.best.parts.items() if name.startswith("towers.")}
+    state.load_best()
+    learned = {**state.parts(), **state.columns(learning=False)}
+    return {name: part for name, part in learned.items() if name.startswith("towers.")}
 
 
 def explore(
@@ -150,15 +155,16 @@ def explore(
     _learn(trainer, evaluator, config.total, ignore)
     if state.joint:
         with torch.no_grad():
-            codes = state.codes or state.quantizer.encode(state.towers.item())
-        state.rows[-1]["distinct"] = share_distinct(codes)
+            part = state.towers.part()
+            codes = evaluator.encode(state.quantizer, part, part.first)
+        state.rows[-1]["distinct"] = count_distinct([hash_codes(codes)]) / log.catalogue
     return state.rows, state.start
 
 
 def _prepare(state: State) -> tuple[Trainer, Evaluator]:
     """What trains a state and what measures it, on the same examples."""
     c = state.config
-    examples = Examples(
+    examples = open_examples(
         state.log,
         history=c.history,
         ahead=c.ahead,
@@ -190,21 +196,28 @@ def _write_results(
 ) -> dict[str, Any]:
     """Measure the test users, and write the results and all they are made of into the folder."""
     index, results = evaluator.test(quantizer)
-    if folder is not None:
-        from givens.export.faiss import save_index
+    if folder is None:
+        return results
+    from givens.export.shards import save_parts
 
-        state = evaluator.state
+    state = evaluator.state
+    held = evaluator.examples.hold_out(state.log.test)
+    with torch.no_grad():
+        users = state.towers.user(held.inputs)
+    about = {"log": str(state.log), "step": state.best.step}
+    first = state.towers.part().first
+    save_parts(index, quantizer, folder / "index.faiss", about, first=first, device=state.device)
+
+    def write() -> None:
         checkpoint.save_towers(state, folder / "towers.safetensors")
-        held = evaluator.examples.hold_out(state.log.test)
-        with torch.no_grad():
-            users = state.towers.user(held.inputs)
         checkpoint.save_users(users, held, folder / "users.safetensors")
         quantizer.save(folder / "quantizer.safetensors")
         if state.log.names is not None:
             with files.replacing(folder / "items.txt") as temporary:
-                temporary.write_text("".join(f"{name}\n" for name in state.log.names), "utf-8")
-        save_index(index, folder / "index.faiss", {"log": str(state.log), "step": state.best.step})
+                write_names(temporary, state.log.names)
         files.write_json(folder / "results.json", results)
+
+    distributed.from_first(write)
     return results
 
 
@@ -215,28 +228,40 @@ class Saver:
         self.state, self.folder = state, folder
         self.spent, self.last = 0.0, time.perf_counter()
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            files.check_writable(folder / "metrics.jsonl")
-            # Results of an earlier run would pass for those of this one.
-            (folder / "results.json").unlink(missing_ok=True)
+            distributed.from_first(lambda: _clear(folder))
 
     def save_start(self) -> None:
         """Save the index as it starts, to be compared with how it ends."""
-        if self.folder is not None and self.state.start is not None:
-            self.state.start.save(self.folder / "start.safetensors")
+        start, folder = self.state.start, self.folder
+        if folder is not None and start is not None:
+            distributed.from_first(lambda: start.save(folder / "start.safetensors"))
 
     def save(self) -> None:
         """Save, unless saving this often would take too much of the time."""
+        folder = self.folder
+        if folder is None:
+            return
         began = time.perf_counter()
         soon = SAVING * (began - self.last) < self.spent - QUICK
-        if self.folder is None or (soon and self.state.step < self.state.config.total):
+        if distributed.from_first(lambda: soon) and self.state.step < self.state.config.total:
             return
         lines = "".join(json.dumps(row, sort_keys=True) + "\n" for row in self.state.rows)
-        with files.replacing(self.folder / "metrics.jsonl") as temporary:
-            temporary.write_text(lines)
-        checkpoint.save(self.state, self.folder / CHECKPOINT)
+
+        def write_rows() -> None:
+            with files.replacing(folder / "metrics.jsonl") as temporary:
+                temporary.write_text(lines)
+
+        distributed.from_first(write_rows)
+        checkpoint.save(self.state, folder / CHECKPOINT)
         self.last = time.perf_counter()
         self.spent = self.last - began
+
+
+def _clear(folder: Path) -> None:
+    """Make a run's folder, without results of an earlier run, that would pass for those of this."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files.check_writable(folder / "metrics.jsonl")
+    (folder / "results.json").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,9 @@ from givens.retrieval.losses import hinge_loss, softmax_loss
 from givens.retrieval.state import Best, DivergedError, State
 from givens.rotation import random_rotation
 
+# Items of a split table that an index is fitted to post hoc: Faiss looks at no more.
+FITTED = 1 << 16
+
 # The rates rise over so many steps before they fall.
 RAMP = 100
 
@@ -30,9 +33,9 @@ class Trainer:
     def __init__(self, state: State, examples: Examples) -> None:
         self.state, self.examples = state, examples
         # Where all items are candidates: a rank's part of them. One alone does without the list.
-        self.everything = (
-            None if distributed.alone() else torch.arange(state.log.catalogue, device=state.device)
-        )
+        self.everything: Tensor | None = None
+        if state.config.negatives is None and not distributed.alone():
+            self.everything = torch.arange(state.log.catalogue, device=state.device)
         # Losses since the last evaluation; reading them waits for the device.
         self.pending: list[Tensor] = []
         self.replay = self._make_replay()
@@ -44,11 +47,12 @@ class Trainer:
         return self.state.log.catalogue if c.negatives is None else c.batch + c.negatives
 
     def advance(self) -> None:
-        """Take one step: every rank draws the whole batch, and works on its rows of it."""
+        """Take one step: every rank works on its rows of the batch."""
         state, c = self.state, self.state.config
         self.set_rates()
-        inputs, target = self.examples.draw(state.step, c.batch, progress=state.step / c.total)
-        mine = self.examples.drop_items(inputs, c.dropout)[distributed.rows(c.batch)]
+        mine, target = self.examples.draw(
+            state.step, c.batch, progress=state.step / c.total, dropout=c.dropout
+        )
         drawn = None if c.negatives is None else self.examples.draw_items(c.negatives)
         batch = (mine.history, mine.words, target, drawn)
         losses = self.replay(self.update, *batch) if self.replay else self.update(*batch)
@@ -148,37 +152,50 @@ class Trainer:
         embed a part of the items each, and the first starts the index for all.
         """
         state, c = self.state, self.state.config
-        state.load_parts(state.best.parts)
+        state.load_best()
         if not c.after:
             if state.start is None:
-                start_index(state.layer, self.collect(), c)
+                start_index(state.layer, self.collect(c.sample), c)
                 state.start = state.layer.quantizer
             else:
                 state.layer.start_from(state.start)
             if c.method == "jpq":
-                state.codes = state.layer.quantizer.encode(state.towers.item().detach())
+                state.codes = self.encode_items()
             state.best = Best(-1.0, state.step, {})
             state.mark_rotation()
         state.reset_optimizers(joint=state.joint)
         self.replay = self._make_replay()
 
     @torch.no_grad()
-    def collect(self) -> Float[Tensor, "N n"]:
-        """Embeddings of a uniform sample of items."""
-        state = self.state
-        drawn = np.random.default_rng(state.config.seed).permutation(state.log.catalogue)
-        ids = torch.from_numpy(np.sort(drawn[: state.config.sample])).to(state.device)
+    def collect(self, count: int) -> Float[Tensor, "N n"]:
+        """Embeddings of a uniform sample of so many items."""
+        state, m = self.state, self.state.log.catalogue
+        generator = np.random.default_rng(state.config.seed)
+        # A permutation of a large catalogue takes long.
+        few = bool(state.tables) and count < m
+        drawn = generator.choice(m, count, replace=False) if few else generator.permutation(m)
+        ids = torch.from_numpy(np.sort(drawn[:count])).to(state.device)
         mine = ids[distributed.rows(len(ids))]
         return distributed.gather_rows(state.towers.item(mine), len(ids))
+
+    @torch.no_grad()
+    def encode_items(self) -> Codes:
+        """The codes of all items, on every rank."""
+        q, m = self.state.layer.quantizer, self.state.log.catalogue
+        blocks = [q.encode(items) for _, items in self.state.towers.part().blocks()]
+        fine = torch.cat([codes.fine for codes in blocks])
+        lists = [codes.coarse for codes in blocks if codes.coarse is not None]
+        coarse = distributed.gather_rows(torch.cat(lists), m) if lists else None
+        return Codes(distributed.gather_rows(fine, m), coarse)
 
     @torch.no_grad()
     def finish(self) -> Quantizer:
         """Go back to the best step; gives its index, or one that is fitted post hoc."""
         state, c = self.state, self.state.config
-        state.load_parts(state.best.parts)
+        state.load_best()
         if state.joint:
             return state.quantizer
-        items = state.towers.item()
+        items = self.collect(FITTED) if state.tables else state.towers.item()
         return distributed.from_first(lambda: fit_after(items, c)).to(state.device)
 
     def check_ranks(self) -> None:

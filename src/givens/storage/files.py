@@ -1,8 +1,8 @@
-"""Files that are whole or not there: written beside their place, synced and renamed.
+"""Atomic files: written to a temporary file in the same folder, synced and renamed.
 
-Tensors go into a safetensors file with a kind, a format version, metadata and a digest for each
-tensor; a seal over the header covers the rest. What does not match is refused, so that a file loads
-as it was saved or not at all. Nothing in a file is ever run.
+Tensors are saved as a safetensors file with a kind, a format version, metadata and a digest for
+each tensor; a digest of the header covers the rest. A file that does not match is rejected: it
+loads as it was saved or not at all. Nothing in a file is ever executed.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ if sys.platform != "win32":
     import fcntl
 
 FORMAT = 1
-# Ours have a few kilobytes; what is longer is not parsed.
+# Our headers have a few kilobytes; longer ones are not parsed.
 HEADER_LIMIT = 1 << 20
 MOST_AXES = 8
-# Temporary files of this process, from before they are made until they are gone.
+# Temporary files of this process, from before they are created until they are gone.
 _written: set[Path] = set()
 _claiming = threading.Lock()
 DTYPES = {
@@ -50,18 +50,20 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says about itself."""
+    """The header of a file."""
 
     kind: str
     metadata: dict[str, Any]
-    # In the order of the file.
+    # In file order.
     tensors: dict[str, dict[str, Any]]
     digests: dict[str, str]
+    # A digest of all of it.
+    seal: str
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds."""
+    """The contents of a file."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, Any]
@@ -69,8 +71,11 @@ class Contents:
 
 def save(
     path: str | Path, kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
-) -> None:
-    """Write tensors and metadata (JSON) as a file of this kind, in the place of any old one."""
+) -> str:
+    """Write tensors and metadata (JSON) as a file of this kind; an old file is replaced.
+
+    Returns its seal.
+    """
     names = {dtype: name for name, dtype in DTYPES.items()}
     entries: dict[str, Any] = {}
     digests: dict[str, str] = {}
@@ -90,7 +95,7 @@ def save(
     header: dict[str, Any] = {"__metadata__": strings, **entries}
     strings["seal"] = hashlib.sha256(_canonical(header)).hexdigest()
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    # The tensors begin at a multiple of 8, as the format recommends.
+    # Tensors start at a multiple of 8, as the format recommends.
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_LIMIT:
         raise ValueError(f"{path} would have a header of {len(text):,} bytes: too many to be read")
@@ -98,41 +103,39 @@ def save(
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             file.write(_bytes(tensor))
+    return strings["seal"]
 
 
 def load(path: str | Path, kind: str) -> Contents:
-    """Read a file of this kind; anything that is not as it was saved is a ValueError."""
+    """Load a file of this kind. Raises ValueError if it is damaged."""
+    with opened(path, kind) as (header, tensors):
+        return Contents(dict(tensors), header.metadata)
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, kind: str) -> Iterator[tuple[Header, Iterator[tuple[str, Tensor]]]]:
+    """The header of a file of this kind, and its tensors, read and checked one after another."""
     with _open(path) as file:
         header = _header(path, file)
         if header.kind != kind:
             raise ValueError(f"{path} holds a {header.kind!r:.40}, not a {kind!r}")
-        tensors = {}
-        for name, entry in header.tensors.items():
-            start, end = entry["data_offsets"]
-            # Read, not memory-mapped: a file cut short meanwhile is an error, not a crash.
-            data = torch.empty(end - start, dtype=torch.uint8)
-            if file.readinto(_bytes(data)) != end - start:
-                raise _damage_error(path, f"it ends inside {name!r}")
-            if hashlib.sha256(_bytes(data)).hexdigest() != header.digests[name]:
-                raise _damage_error(path, f"the digest of {name!r} does not match")
-            tensors[name] = data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return Contents(tensors, header.metadata)
+        yield header, _tensors(path, file, header)
 
 
 def read_header(path: str | Path) -> Header:
-    """The header of a file, checked; its tensors are left alone."""
+    """Read and check the header of a file, without its tensors."""
     with _open(path) as file:
         return _header(path, file)
 
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path`, which takes its place when the block ends without an error.
+    """A temporary file beside `path`, which replaces it if the block ends without an error.
 
-    The old file stays until the new one is whole and on the disk, whenever the process or the
-    machine stops. What a killed process leaves behind is removed by the next one that writes here.
+    The old file stays until the new one is complete and on the disk, even if the process or the
+    machine stops. Temporary files of killed processes are removed by the next writer.
     """
-    # The file that a link points to is replaced, not the link.
+    # Replace the file that a link points to, not the link.
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise ValueError(f"{path} must be a file, but is a folder or a device")
@@ -153,7 +156,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
             _written.discard(temporary)
         _sync_folder(target.parent)
     except OSError as error:
-        # The user's path, not the temporary one, and also where the system names none.
+        # Name the user's path, not the temporary one, also where the system names none.
         named = Path(str(error.filename or target))
         ours = named in (target, target.parent) or named.name.startswith(f".{target.name}.")
         if error.errno is None or not ours:
@@ -162,9 +165,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def remove_unfinished(*, for_good: bool = False) -> None:
-    """Remove what this process was writing, for a signal that comes when nothing else would.
+    """Remove the temporary files of this process, for a signal handler.
 
-    `for_good` keeps other threads from beginning another file: the process is about to end.
+    `for_good` also stops other threads from starting another file: the process is about to end.
     """
     _claiming.acquire()
     for temporary in list(_written):
@@ -180,12 +183,12 @@ def write_json(path: str | Path, content: Any) -> None:
 
 
 def write_sealed(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write JSON with a digest of the rest in it, by which damage is found."""
+    """Write JSON that includes a digest of the rest."""
     write_json(path, {**content, "seal": _seal(content)})
 
 
 def read_sealed(path: str | Path) -> dict[str, Any]:
-    """What `write_sealed` wrote; anything else is a ValueError."""
+    """Read what `write_sealed` wrote. Raises ValueError if it is damaged."""
     with _open(path) as file:
         text = file.read()
     try:
@@ -198,12 +201,12 @@ def read_sealed(path: str | Path) -> dict[str, Any]:
 
 
 def record_path(path: str | Path) -> Path:
-    """Where the record of a file is: beside it, as index.faiss.json."""
+    """The path of a file's record: beside it, as index.faiss.json."""
     return Path(path).with_name(Path(path).name + ".json")
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Write files that belong together: none takes its place before all are on the disk."""
+    """Write files that belong together: none is renamed before all are on the disk."""
     with contextlib.ExitStack() as stack:
         for path, content in contents.items():
             with stack.enter_context(replacing(path)).open("wb") as file:
@@ -213,14 +216,14 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
 
 
 def npy_bytes(table: npt.NDArray[Any]) -> bytes:
-    """An array as a .npy file; numpy does not say why it fails where it writes one itself."""
+    """An array as a .npy file; numpy's own writer does not say why it fails."""
     content = io.BytesIO()
     np.save(content, table, allow_pickle=False)
     return content.getvalue()
 
 
 def png(figure: Any) -> bytes:
-    """A figure of matplotlib, which does not say why it fails where it writes a file itself."""
+    """A matplotlib figure as PNG; matplotlib's own writer does not say why it fails."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=130, format="png")
     return picture.getvalue()
@@ -232,23 +235,23 @@ def json_bytes(content: Any) -> bytes:
 
 
 def check_writable(path: str | Path) -> None:
-    """Find out before the work, not after it, whether its result can be written here."""
+    """Raise, before the work is done, if its result could not be written here."""
     with contextlib.suppress(_NotMeantError), replacing(path):
         raise _NotMeantError
 
 
 @contextlib.contextmanager
 def locked(path: str | Path, refusal: str) -> Iterator[None]:
-    """Hold a lock file; a second holder is refused. The lock goes when its process does.
+    """Hold a lock file; a second holder raises. The lock ends with its process.
 
-    By hand, for filelock leaves its file behind, and a build that came to nothing leaves nothing.
+    Not filelock, which leaves its file behind: a failed build must leave nothing.
     """
     while True:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
         try:
             if sys.platform != "win32":
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Between the two calls its holder may have taken the file away.
+            # Between the two calls its holder may have removed the file.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), Path(path).stat()):
                     break
@@ -274,7 +277,7 @@ class _NotMeantError(Exception):
 
 
 def _open(path: str | Path) -> BufferedReader:
-    # A pipe would wait for ever.
+    # A pipe would block for ever.
     if not stat.S_ISREG(Path(path).stat().st_mode):
         raise ValueError(f"{path} must be a file, but is a folder or a device")
     return Path(path).open("rb")
@@ -283,9 +286,9 @@ def _open(path: str | Path) -> BufferedReader:
 def _header(path: str | Path, file: BufferedReader) -> Header:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
-    # Checked before anything of that length is read.
+    # Checked before that many bytes are read.
     if size < 8 or length > min(size - 8, HEADER_LIMIT):
-        raise ValueError(f"{path} is not a givens file, or has lost its end")
+        raise ValueError(f"{path} is not a givens file, or is truncated")
     header = _parse(path, file.read(length))
     try:
         strings = header["__metadata__"]
@@ -301,9 +304,23 @@ def _header(path: str | Path, file: BufferedReader) -> Header:
         del header["__metadata__"]
         _check_layout(path, header, size - 8 - length)
         digests = {name: about["digests"][name] for name in header}
-        return Header(str(about["kind"]), dict(about["metadata"]), header, digests)
+        return Header(str(about["kind"]), dict(about["metadata"]), header, digests, seal)
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a givens file, or its header is damaged") from error
+
+
+def _tensors(
+    path: str | Path, file: BufferedReader, header: Header
+) -> Iterator[tuple[str, Tensor]]:
+    for name, entry in header.tensors.items():
+        start, end = entry["data_offsets"]
+        # Read, not memory-mapped: a file cut short meanwhile is an error, not a crash.
+        data = torch.empty(end - start, dtype=torch.uint8)
+        if file.readinto(_bytes(data)) != end - start:
+            raise _damage_error(path, f"it ends inside {name!r}")
+        if hashlib.sha256(_bytes(data)).hexdigest() != header.digests[name]:
+            raise _damage_error(path, f"the digest of {name!r} does not match")
+        yield name, data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def _parse(path: str | Path, text: bytes | str) -> Any:
@@ -314,7 +331,7 @@ def _parse(path: str | Path, text: bytes | str) -> Any:
 
 
 def _check_layout(path: str | Path, entries: dict[str, Any], size: int) -> None:
-    """The tensors must have room for their shapes, and fill the file without gap or overlap."""
+    """Check the sizes of tensors, and that they fill the file without gap or overlap."""
     at = 0
     for name, entry in entries.items():
         (start, end), shape = entry["data_offsets"], entry["shape"]
@@ -322,7 +339,7 @@ def _check_layout(path: str | Path, entries: dict[str, Any], size: int) -> None:
         fits = fits and all(type(number) is int and number >= 0 for number in (end, *shape))
         room = DTYPES[entry["dtype"]].itemsize * math.prod(shape) if fits else -1
         if start != at or end - start != room:
-            raise _damage_error(path, f"{name!r} does not fit its place")
+            raise _damage_error(path, f"{name!r} does not fit its shape and offset")
         at = end
     if at != size:
         raise _damage_error(path, f"it has {size} bytes of tensors instead of {at}")
@@ -330,12 +347,12 @@ def _check_layout(path: str | Path, entries: dict[str, Any], size: int) -> None:
 
 def _canonical(value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    # Half a surrogate pair in a damaged header is hashed like anything else.
+    # A damaged header may have half a surrogate pair, which must be hashed, too.
     return text.encode("utf-8", "surrogatepass")
 
 
 def _seal(content: Mapping[str, Any]) -> str:
-    # As JSON has it: tuples are lists there, and names are text.
+    # As in JSON: tuples become lists, and keys strings.
     return hashlib.sha256(_canonical(json.loads(json.dumps(content)))).hexdigest()
 
 
@@ -349,7 +366,7 @@ def _damage_error(path: str | Path, how: str) -> ValueError:
 
 
 def _claim(target: Path) -> tuple[Path, int]:
-    """A new file beside the target, locked: the lock goes when its process does."""
+    """Create a temporary file beside the target and lock it; the lock ends with its process."""
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         with _claiming:
@@ -358,14 +375,14 @@ def _claim(target: Path) -> tuple[Path, int]:
         if sys.platform == "win32":
             return temporary, descriptor
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Between the two calls another process may have swept it away.
+        # Between the two calls another process may have removed it.
         if temporary.exists():
             return temporary, descriptor
         os.close(descriptor)
 
 
 def _sweep(target: Path) -> None:
-    """Remove what killed processes left beside the target: temporary files that nobody locks."""
+    """Remove what killed processes left beside the target: temporary files without a lock."""
     if sys.platform == "win32":
         return
     for path in target.parent.glob(f".{_escape(target.name)}.????????.tmp"):

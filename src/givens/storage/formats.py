@@ -1,4 +1,4 @@
-"""Files of vectors, opened so that rows of them can be read: one class for each format."""
+"""File formats of vectors: one class for each, which opens a file and reads rows."""
 
 import contextlib
 import math
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[Any]
-# Tables that an error lists.
+# The most tables that an error lists.
 MOST_NAMED = 8
-# Rows of an .fvecs file whose own dimension is looked at when it is opened.
+# Rows of an .fvecs file whose dimension is checked when it is opened.
 SAMPLE = 1000
-# Rows that are read at once for those wanted among them.
+# Rows that are read at once to gather some of them.
 SLAB = 4096
-# More of them no file of vectors has.
+# A limit on dimensions, beyond any real file.
 MOST_AXES = 8
-# What safetensors call their types, and numpy's of what is read.
+# The type names of safetensors, and the numpy types that they are read as.
 NUMBERS = {
     **{f"{kind}{8 * size}": f"{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)},
     **{"F16": "f2", "F32": "f4", "F64": "f8", "BF16": "f4"},
@@ -31,7 +31,7 @@ NUMBERS = {
 
 
 class File(ABC):
-    """What the formats have in common; each opens its file and reads rows of it."""
+    """The base class of the formats."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -41,14 +41,14 @@ class File(ABC):
 
     @abstractmethod
     def __getitem__(self, rows: Any, /) -> Array:
-        """Rows, as numpy gives them."""
+        """Rows, indexed as in numpy."""
 
     def __array__(self, dtype: npt.DTypeLike | None = None, *, copy: bool | None = None) -> Array:
         return np.asarray(self[: len(self)], dtype)
 
 
 class Mapped(File):
-    """A memory-mapped array whose slices are copies, so that its pages need not stay."""
+    """A memory-mapped array whose slices are copies, so that its pages can be dropped."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
@@ -62,7 +62,7 @@ class Mapped(File):
 
 
 class Vecs(File):
-    """Rows of a little-endian int32 n, checked as they are read, then n numbers."""
+    """Each row is a little-endian int32 n, which is checked when it is read, then n numbers."""
 
     def __init__(self, path: Path) -> None:
         size = path.stat().st_size
@@ -71,7 +71,7 @@ class Vecs(File):
         self.path, self.lead = path, 4 // self.dtype.itemsize
         count, n = self.shape
         self.table = np.memmap(path, self.dtype, "r", shape=(count, self.lead + n))
-        # Before the work, where a look finds it.
+        # Check some rows at once, to fail early.
         check_dims(path, self.table, np.linspace(0, count - 1, SAMPLE).astype(int), self.shape)
 
     def __getitem__(self, rows: Any, /) -> Array:
@@ -82,7 +82,7 @@ class Vecs(File):
 
 
 class Hdf5(File):
-    """A table of an HDF5 file, whose numbers are all in that file."""
+    """A table of an HDF5 file, with all its numbers in that file."""
 
     def __init__(self, path: Path, name: str | None, part: str | None) -> None:
         try:
@@ -90,9 +90,9 @@ class Hdf5(File):
         except ImportError as error:
             raise ImportError(f"{path} needs h5py: pip install 'givens[formats]'") from error
         self.path = path
-        with _reading(path, "is not an HDF5 file, or has lost its end"):
+        with reading(path, "is not an HDF5 file, or is truncated"):
             file = h5py.File(path, "r")
-            # Not followed: a link may lead into any other file.
+            # Not followed: a link may lead to any other file.
             kinds = {key: file.get(key, getlink=True) for key in file}
             links = [key for key, kind in kinds.items() if not isinstance(kind, h5py.HardLink)]
             known = [
@@ -103,7 +103,7 @@ class Hdf5(File):
         if (name or part) in links or (links and not known):
             raise ValueError(f"{path} must hold its tables itself, but {links[0]} is a link")
         chosen = _choose(path, known, name, part)
-        with _reading(path):
+        with reading(path):
             self.table = file[chosen]
             self.dtype, self.shape = self.table.dtype, self.table.shape or ()
             elsewhere = self.table.is_virtual or self.table.external
@@ -111,22 +111,22 @@ class Hdf5(File):
         if elsewhere:
             raise ValueError(f"{path} must hold the numbers of {chosen} itself, not in other files")
         if not written:
-            raise ValueError(f"{path} is not whole: parts of {chosen} were never written")
+            raise ValueError(f"{path} is incomplete: parts of {chosen} were never written")
 
     def __getitem__(self, rows: Any, /) -> Array:
         if not isinstance(rows, slice):
             return read_rows(self, rows)
-        with _reading(self.path):
+        with reading(self.path):
             return np.asarray(self.table[rows])
 
 
 class Safetensors(File):
-    """A tensor of a safetensors file, bfloat16 too."""
+    """A tensor of a safetensors file, also bfloat16."""
 
     def __init__(self, path: Path, name: str | None, part: str | None) -> None:
         from safetensors import safe_open
 
-        with _reading(path, "is not a safetensors file, or has lost its end"):
+        with reading(path, "is not a safetensors file, or is truncated"):
             file: Any = safe_open(path, framework="pt")
         self.tensor = file.get_slice(_choose(path, list(file.keys()), name, part))
         self.shape = tuple(self.tensor.get_shape())
@@ -145,7 +145,7 @@ class Safetensors(File):
 
 
 class Parquet(File):
-    """A column of lists, all of one length, read by row groups."""
+    """A column of lists of equal length, read by row groups."""
 
     def __init__(
         self, path: str | Path, name: str | None, part: str | None, source: Any = None
@@ -155,8 +155,8 @@ class Parquet(File):
             import pyarrow.parquet as pq
         except ImportError as error:
             raise ImportError(f"{path} needs pyarrow: pip install 'givens[formats]'") from error
-        with _reading(path, "is not a parquet file, or has lost its end"):
-            # Checked where the writer has left checksums.
+        with reading(path, "is not a parquet file, or is truncated"):
+            # Verify checksums, if the writer left any.
             self.file = pq.ParquetFile(source or path, page_checksum_verification=True)
             lists = [
                 field.name
@@ -193,7 +193,7 @@ class Parquet(File):
         if self.held[0] != group:
             import pyarrow.compute as pc
 
-            with _reading(self.path):
+            with reading(self.path):
                 column = self.file.read_row_group(group, columns=[self.column]).column(0)
                 lengths = pc.min_max(pc.list_value_length(column)).as_py()
                 numbers = column.combine_chunks().flatten()
@@ -211,7 +211,7 @@ class Parquet(File):
 
 
 def places(rows: Any, count: int) -> Array:
-    """The numbers of the rows that a slice, a mask or an array takes of so many."""
+    """The row numbers that a slice, a mask or an array selects from `count` rows."""
     if isinstance(rows, slice):
         return np.arange(*rows.indices(count))
     numbers: Array = np.asarray(rows)
@@ -221,7 +221,7 @@ def places(rows: Any, count: int) -> Array:
 
 
 def read_rows(table: File, rows: Array) -> Array:
-    """Rows of a table that can only be sliced, or is slow where it is not."""
+    """Gather rows of a table that only supports slices, or is slow otherwise."""
     unique, inverse = np.unique(rows, return_inverse=True)
     parts = [table[0:0]]
     for wanted in np.split(unique, np.flatnonzero(np.diff(unique // SLAB)) + 1):
@@ -231,7 +231,7 @@ def read_rows(table: File, rows: Array) -> Array:
 
 
 def npy(path: Path) -> Array:
-    """An array that numpy saved, mapped."""
+    """Memory-map a .npy file."""
     with path.open("rb") as file:
         dtype, shape, by_columns = npy_form(path, file, path.stat().st_size)
         at = file.tell()
@@ -241,9 +241,9 @@ def npy(path: Path) -> Array:
 
 
 def npy_form(path: str | Path, file: Any, size: int) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """Type, shape and order of the numbers that follow in a .npy file of that size, all there."""
-    with _reading(path, "is not a whole .npy file of numbers"), warnings.catch_warnings():
-        # What numpy says of headers by Python 2, and of damaged ones.
+    """Type, shape and order of a .npy file; raises if the size of the file does not match."""
+    with reading(path, "is not a complete .npy file of numbers"), warnings.catch_warnings():
+        # numpy's warnings about headers by Python 2, and about damaged ones.
         warnings.simplefilter("ignore")
         version = np.lib.format.read_magic(file)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None
@@ -251,25 +251,25 @@ def npy_form(path: str | Path, file: Any, size: int) -> tuple[np.dtype[Any], tup
     counts = len(shape) <= MOST_AXES and all(type(n) is int and 0 <= n <= size for n in shape)
     room = math.prod(shape) * dtype.itemsize if counts else size
     if dtype.hasobject or not dtype.itemsize or file.tell() + room > size:
-        raise ValueError(f"{path} is not a whole .npy file of numbers")
+        raise ValueError(f"{path} is not a complete .npy file of numbers")
     return dtype, shape, by_columns
 
 
 def vecs_form(path: str | Path, head: bytes, size: int) -> tuple[np.dtype[Any], tuple[int, int]]:
-    """Type and shape of an .fvecs, .bvecs or .ivecs file of that size, by its first four bytes."""
+    """Type and shape of an .fvecs, .bvecs or .ivecs file, from its size and first four bytes."""
     suffix = "." + str(path).lower().rpartition(".")[2]
     dtype = np.dtype({".fvecs": "<f4", ".ivecs": "<i4", ".bvecs": "u1"}[suffix])
     n = int.from_bytes(head, "little", signed=True)
     row = 4 + n * dtype.itemsize
     if n < 1 or size % row:
-        raise ValueError(f"{path} is not a whole {suffix} file: {size} bytes, n = {n}")
+        raise ValueError(f"{path} is not a complete {suffix} file: {size} bytes, n = {n}")
     return dtype, (size // row, n)
 
 
 def check_dims(
     path: str | Path, table: Array, rows: Any, shape: tuple[int, ...], first: int = 0
 ) -> None:
-    """Rows of an .fvecs file must say the n of the first; a table has their n, from row `first`."""
+    """Raise unless all rows of an .fvecs file have the same n; `first` is the table's first row."""
     lead, n = 4 // table.dtype.itemsize, shape[1]
     wrong = np.ascontiguousarray(table[rows][..., :lead]).view("<i4")[..., 0] != n
     if wrong.any():
@@ -278,14 +278,14 @@ def check_dims(
 
 
 def drop_pages(x: Any) -> None:
-    """Let the system forget what was read of a mapped file, so that memory stays as it was."""
+    """Drop the pages of a mapped file that were read, so that memory use does not grow."""
     mapped = getattr(x, "_mmap", None)
     if mapped is not None and hasattr(mmap, "MADV_DONTNEED") and not x.flags.writeable:
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _is_written(table: Any) -> bool:
-    """Whether all of an HDF5 table is in the file: of what is not, zeros would be read."""
+    """Whether all of an HDF5 table was written; missing chunks would be read as zeros."""
     if table.chunks is None:
         return bool(table.id.get_storage_size() >= table.nbytes)
     grid = zip(table.shape, table.chunks, strict=True)
@@ -293,8 +293,8 @@ def _is_written(table: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _reading(path: str | Path, damage: str = "is damaged") -> Iterator[None]:
-    """Tell of the file and the damage where a library fails in it, which it does in any way."""
+def reading(path: str | Path, damage: str = "is damaged") -> Iterator[None]:
+    """Turn any exception of a file-format library into a ValueError that names the file."""
     try:
         yield
     except MemoryError:
@@ -305,7 +305,7 @@ def _reading(path: str | Path, damage: str = "is damaged") -> Iterator[None]:
 
 
 def _choose(path: str | Path, known: list[str], name: str | None, part: str | None) -> str:
-    """The table asked for by name, else the usual one, else the only one."""
+    """Choose the named table, else the usual one, else the only one."""
     if name is None:
         name = part if part in known else known[0] if len(known) == 1 else None
     if name in known:

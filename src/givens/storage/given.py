@@ -1,4 +1,4 @@
-"""Vectors as callers have them, as something with a shape whose slices are arrays."""
+"""Convert vectors in any accepted form to something with a shape and slices."""
 
 import os
 from pathlib import Path
@@ -16,11 +16,11 @@ TAKEN = (
 
 
 def as_vectors(x: Any, name: str = "x") -> Any:
-    """Vectors (N, n) in any of the forms that are taken; arrays and tensors are left as they are.
+    """Convert vectors (N, n) in any accepted form; arrays and tensors are returned as they are.
 
     Args:
         x: the vectors.
-        name: what an error calls them.
+        name: the argument's name, for errors.
     """
     if isinstance(x, Tensor):
         return x
@@ -34,7 +34,7 @@ def as_vectors(x: Any, name: str = "x") -> Any:
     elif package in ("pandas", "polars"):
         x = _from_frame(x, name)
     sliced = all(hasattr(x, part) for part in ("shape", "dtype", "__getitem__", "__len__"))
-    # A sparse matrix has all of these, and no rows that could be sliced.
+    # A sparse matrix has all of these, but no rows that can be sliced.
     if not sliced or package == "scipy":
         what = type(x).__name__ if package == "builtins" else f"{package}'s {type(x).__name__}"
         raise TypeError(f"{name} must be {TAKEN}, but got {what}")
@@ -44,7 +44,7 @@ def as_vectors(x: Any, name: str = "x") -> Any:
 
 
 def _stack(rows: Any, name: str) -> Any:
-    """Rows of one length as an array or a tensor."""
+    """Stack rows of equal length into an array or a tensor."""
     rows = list(rows)
     if rows and all(isinstance(row, Tensor) for row in rows):
         if len({row.shape for row in rows}) == 1:
@@ -69,7 +69,7 @@ def _is_text(row: Any) -> bool:
 
 
 def _from_arrow(x: Any, name: str) -> Any:
-    """A column of lists, of one length and without nulls; a table's only one."""
+    """Convert an Arrow column of lists of equal length without nulls, or a table's only column."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -105,7 +105,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _from_frame(x: Any, name: str) -> Any:
-    """A frame of numbers, or the one column of vectors in it; or that column itself."""
+    """Convert a frame of numbers, a frame with one column of vectors, or such a column."""
     if hasattr(x, "columns"):
         columns = list(x.columns)
         if len(columns) > 1:
@@ -117,7 +117,7 @@ def _from_frame(x: Any, name: str) -> Any:
     nested = values.dtype == object or hasattr(getattr(x, "dtype", None), "inner")
     if nested:
         return values if values.ndim == 2 and values.dtype != object else _stack(x.to_list(), name)
-    # One number in a row is a vector of one dimension.
+    # A column of numbers is vectors of one dimension.
     return values[:, None]
 
 

@@ -1,7 +1,7 @@
-"""Vectors behind an address of fsspec, as s3://bucket/base.fvecs: read in ranges, never copied.
+"""Vectors at an fsspec address such as s3://bucket/base.fvecs, read in ranges.
 
-The formats are those whose rows can be found without reading the rest: .npy, .fvecs, .bvecs,
-.ivecs and .parquet.
+Supported are formats whose rows can be read without the rest: .npy, .fvecs, .bvecs, .ivecs and
+.parquet.
 """
 
 from typing import Any
@@ -24,13 +24,13 @@ RANGED = (".npy", ".fvecs", ".bvecs", ".ivecs", ".parquet")
 
 
 class Ranged(File):
-    """Rows of one width in a file, which is asked for the bytes of a slice."""
+    """Rows of fixed width; a slice reads its range of bytes."""
 
     def __init__(
         self, plain: str, file: Any, dtype: np.dtype[Any], shape: tuple[int, int], at: int
     ) -> None:
         self.plain, self.file, self.dtype, self.at = plain, file, dtype, at
-        # Numbers before each row's own, as the n of .fvecs.
+        # Numbers in front of each row, as the n of .fvecs.
         self.lead = 4 // dtype.itemsize if at == 0 else 0
         self.shape = shape
 
@@ -42,7 +42,7 @@ class Ranged(File):
         self.file.seek(self.at + first * width * self.dtype.itemsize)
         raw = self.file.read(count * width * self.dtype.itemsize)
         if len(raw) != count * width * self.dtype.itemsize:
-            raise ValueError(f"{self.plain} has lost its end since it was opened")
+            raise ValueError(f"{self.plain} has been truncated since it was opened")
         table = np.frombuffer(raw, self.dtype).reshape(count, width)
         if self.lead:
             check_dims(self.plain, table, slice(None), self.shape, first)
@@ -82,9 +82,9 @@ def list_files(address: str) -> list[str]:
 
 
 def stamp(address: str) -> str:
-    """What changes when the file does."""
+    """The state of a file, which changes whenever the file does."""
     system, path = _system(_split(address)[0])
-    # A store's listing may be cached from before.
+    # The listing of a store may be cached.
     system.invalidate_cache()
     return str(system.ukey(path))
 
@@ -98,7 +98,7 @@ def _system(address: str) -> tuple[Any, str]:
 
 
 def _split(address: str) -> tuple[str, str | None]:
-    """An address, and the name of a table behind its last colon."""
+    """Split an address and the table's name behind its last colon."""
     file, _, name = address.rpartition(":")
     return (file, name) if _suffix(file) in SUFFIXES and "/" not in name else (address, None)
 

@@ -1,9 +1,9 @@
-"""Vectors as text, as GloVe and word2vec write them: a name and its numbers, a line each.
+"""Vectors as text, as GloVe and word2vec write them: a name and its numbers in each line.
 
-    the 0.418 0.24968 …    under a first line "rows dimensions" or without one; or numbers alone
+    the 0.418 0.24968 … with or without a first line "rows dimensions"; or numbers alone
 
-A file is read once, a line at a time, into a temporary file of float32 on the disk, which is gone
-with its reader; names stay in memory. A name may have spaces in it: the numbers count from the end.
+A file is read once, line by line, into a temporary file of float32, which is deleted with its
+reader; names stay in memory. A name may contain spaces: numbers are counted from the end.
 """
 
 import gzip
@@ -21,14 +21,14 @@ import numpy as np
 from givens.storage.formats import Array, File, drop_pages
 
 SUFFIXES = (".txt", ".vec", ".glove")
-# Lines that tell whether the first column is of names.
+# Lines that decide whether the first column holds names.
 LOOKED_AT = 100
 
 Lines = Iterator[tuple[int, bytes]]
 
 
 class Text(File):
-    """The vectors of a text file, and in `names` what they are called, if they have names."""
+    """The vectors of a text file; `names` has their names, or is None."""
 
     def __init__(self, path: Path) -> None:
         self.dtype = np.dtype(np.float32)
@@ -38,9 +38,9 @@ class Text(File):
                 with (gzip.open if _is_packed(path) else open)(path, "rb") as source:
                     self.names, self.shape = _parse(path, source, file)
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise ValueError(f"{path} is not a whole .gz file") from error
+                raise ValueError(f"{path} is not a complete .gz file") from error
             file.flush()
-            # It stays mapped when the file is closed and its name is gone.
+            # The mapping outlives the file's name.
             self.table = np.memmap(file, np.float32, "r", shape=self.shape)
 
     def __getitem__(self, rows: Any, /) -> Array:
@@ -50,7 +50,7 @@ class Text(File):
 
 
 def is_text(path: Path) -> bool:
-    """Whether the name is that of a text file of vectors, .txt, .vec or .glove, also .gz of it."""
+    """Whether a path ends in .txt, .vec or .glove, optionally with .gz."""
     plain = path.with_suffix("") if _is_packed(path) else path
     return plain.suffix.lower() in SUFFIXES
 
@@ -60,14 +60,14 @@ def _is_packed(path: Path) -> bool:
 
 
 def _parse(path: Path, source: Any, file: IO[bytes]) -> tuple[list[str] | None, tuple[int, int]]:
-    """Write the numbers of all lines to a file; the names, or None, and the shape."""
+    """Write the numbers of all lines to a file; returns the names, or None, and the shape."""
     lines: Lines = ((at, line) for at, line in enumerate(source, 1) if line.strip())
     first = list(itertools.islice(lines, LOOKED_AT + 1))
     told = _header(first)
     first = first[1:] if told else first
     if not first:
         raise ValueError(f"{path} is empty")
-    # Of most lines: a name may have spaces in it.
+    # The most common width: a name may contain spaces.
     fields = Counter(len(line.split()) for _, line in first).most_common(1)[0][0]
     named = fields - 1 == told[1] if told else not all(_is_number(line) for _, line in first)
     width, count = fields - named, 0
@@ -94,7 +94,7 @@ def _parse(path: Path, source: Any, file: IO[bytes]) -> tuple[list[str] | None, 
 
 
 def _header(first: list[tuple[int, bytes]]) -> tuple[int, int] | None:
-    """Rows and dimensions, where the first line says them and the second is not as short."""
+    """Rows and dimensions from the first line, unless the second is as short."""
     fields = first[0][1].split() if first else []
     short = len(first) > 1 and len(first[1][1].split()) == 2 and fields[1:] != [b"1"]
     if len(fields) != 2 or not all(field.isdigit() for field in fields) or short:
@@ -103,7 +103,7 @@ def _header(first: list[tuple[int, bytes]]) -> tuple[int, int] | None:
 
 
 def _is_number(line: bytes) -> bool:
-    """Whether a line begins with a number."""
+    """Whether a line starts with a number."""
     try:
         float(line.split(None, 1)[0])
     except ValueError:

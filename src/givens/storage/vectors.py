@@ -1,10 +1,10 @@
-"""Vectors in files of any size: opened at once, read a slice at a time.
+"""Files of vectors of any size: opened without reading, read a slice at a time.
 
-`read` gives something with a shape and a dtype whose slices are arrays, for .npy, .fvecs, .bvecs,
-.ivecs, .hdf5 (the layout of ann-benchmarks), .parquet, .safetensors and the text of word vectors
-(.txt, .vec, .glove, also with .gz; not from a folder or an address). A file with several tables
-takes the name of one after a colon: `glove.hdf5:test`. A folder is its files, one after another; an
-address such as `s3://bucket/base.parquet` is read where it is (`givens.storage.remote`).
+`read` returns an object with a shape and a dtype whose slices are arrays, for .npy, .fvecs, .bvecs,
+.ivecs, .hdf5 (the layout of ann-benchmarks), .parquet, .safetensors and word vectors as text (.txt,
+.vec, .glove, also with .gz; not in a folder or at an address). If a file has several tables, one is
+named after a colon: `glove.hdf5:test`. The files of a folder are concatenated. An address such as
+`s3://bucket/base.parquet` is read in ranges (`givens.storage.remote`).
 """
 
 import os
@@ -34,7 +34,7 @@ SUFFIXES = (".npy", ".fvecs", ".bvecs", ".ivecs", ".hdf5", ".h5", ".parquet", ".
 
 
 class Vectors(Protocol):
-    """N vectors of n numbers: an array, or a file that is read where it is sliced."""
+    """N vectors of n numbers: an array, or a file whose slices are read on demand."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class Vectors(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """What the numbers are."""
+        """The type of the numbers."""
 
     def __len__(self) -> int: ...
 
@@ -53,8 +53,8 @@ def read(path: str | Path, part: str | None = None) -> Vectors:
     """Open a file of vectors, or a folder of them.
 
     Args:
-        path: the file, with `:name` behind it for one of several tables.
-        part: the table to take where the path names none and there are several.
+        path: the file, followed by `:name` for one of several tables.
+        part: the table to use if there are several and the path names none.
     """
     found = list_files(path)
     if found != [os.fspath(path)]:
@@ -103,7 +103,7 @@ def join(paths: Sequence[str], part: str | None = None) -> Vectors:
 
 
 def list_files(path: str | Path) -> list[str]:
-    """The files of vectors in a folder, by name; a file is its own list."""
+    """The files of vectors in a folder, sorted by name; a single file is a list of itself."""
     if is_remote(path):
         from givens.storage import remote
 
@@ -118,7 +118,7 @@ def list_files(path: str | Path) -> list[str]:
 
 
 def stamp(path: str) -> str:
-    """What changes when a file does: its size and time, or what its store says of it."""
+    """The state of a file, which changes whenever it does: size and time, or its store's own."""
     if is_remote(path):
         from givens.storage import remote
 
@@ -128,12 +128,12 @@ def stamp(path: str) -> str:
 
 
 def is_vectors(file: Path) -> bool:
-    """Whether a file has the name of one of vectors."""
+    """Whether a path has the suffix of a file of vectors."""
     return file.suffix.lower() in SUFFIXES or text.is_text(file)
 
 
 def names_of(vectors: Any) -> list[str] | None:
-    """What the vectors of text are called; None where any of them have no names."""
+    """The names of vectors from text; None if any have no names."""
     if not isinstance(vectors, Joined):
         found: list[str] | None = getattr(vectors, "names", None)
         return found
@@ -143,7 +143,7 @@ def names_of(vectors: Any) -> list[str] | None:
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether it is an address, as s3://bucket/base.npy."""
+    """Whether it is an address such as s3://bucket/base.npy."""
     return isinstance(path, str) and "://" in path
 
 
@@ -157,7 +157,7 @@ def _check_shape(path: str | Path, vectors: Vectors) -> Vectors:
 
 
 def chunks(x: Any, rows: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
-    """Slices of a tensor, an array or a file in float32 on the device, one after another."""
+    """Iterate over slices of a tensor, an array or a file, in float32 on the device."""
     rows = max(rows, 1)
     for first in range(0, len(x), rows):
         yield as_float(x[first : first + rows], device)
@@ -165,7 +165,7 @@ def chunks(x: Any, rows: int, device: torch.device | str = "cpu") -> Iterator[Te
 
 
 def rows_of(x: Any, index: Tensor, device: torch.device | str = "cpu") -> Tensor:
-    """The rows of that index in float32, read in the order of the file."""
+    """The rows of an index in float32, read in file order."""
     index = index.sort().values
     return as_float(x[index.to(x.device) if isinstance(x, Tensor) else index.numpy()], device)
 
@@ -173,10 +173,10 @@ def rows_of(x: Any, index: Tensor, device: torch.device | str = "cpu") -> Tensor
 def as_float(part: Any, device: torch.device | str = "cpu") -> Tensor:
     """An array or a tensor as a float32 tensor on the device."""
     if not isinstance(part, Tensor):
-        # What is too large for float32 becomes infinite, which is refused with its row.
+        # Numbers too large for float32 become infinite, which raises later, with the row.
         with np.errstate(over="ignore"):
             part = np.ascontiguousarray(part, dtype=np.float32)
-        # A tensor cannot share what may not be written: a file mapped for reading.
+        # A tensor cannot share read-only memory, such as a file mapped for reading.
         part = torch.from_numpy(part if part.flags.writeable else part.copy())
     tensor: Tensor = part.detach().to(device, torch.float32)
     return tensor
@@ -201,7 +201,7 @@ class Joined(File):
             inside = rows[here] - (self.ends[owner] - len(part))
             run = slice(int(inside[0]), int(inside[-1]) + 1)
             whole = run.stop - run.start == len(inside) and (np.diff(inside) == 1).all()
-            # A run is read at once, where single rows might be gathered.
+            # Consecutive rows are read at once.
             out[here] = part[run] if whole else part[inside]
         return out
 
@@ -222,7 +222,7 @@ class Range(File):
 
 
 def split(path: str | Path) -> tuple[Path, str | None]:
-    """A file, and the name behind its colon."""
+    """Split a path and the table's name behind its colon."""
     whole = os.fspath(path)
     file, colon, name = whole.rpartition(":")
     if colon and name and not Path(whole).exists() and is_vectors(Path(file)):
@@ -231,7 +231,7 @@ def split(path: str | Path) -> tuple[Path, str | None]:
 
 
 def _advise(file: Path) -> str:
-    """What to do with a table of text."""
+    """Advice for a table of text."""
     delimiter = {".csv": ", delimiter=','", ".tsv": ""}.get(file.suffix.lower())
     if delimiter is None:
         return ""

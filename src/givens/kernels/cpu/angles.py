@@ -1,4 +1,4 @@
-"""The loops over planes for a CPU, compiled by numba: the twins of those in `fixed.turns`.
+"""The loops over planes on a CPU: the twins of those in `fixed.turns`.
 
 Z (n, D, K) as there; T (n, n) its cross products; w the width of a subspace.
 """

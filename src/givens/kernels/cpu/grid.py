@@ -1,7 +1,7 @@
-"""How loops are compiled for a CPU, and the hash that they share with the GPU's.
+"""How loops are compiled for a CPU, and the hash that they share with the GPU kernels.
 
-The loops are serial: at the sizes that matter a matrix lives in one core's cache, and a second core
-would only pull it to and fro.
+The loops are serial: at typical sizes a matrix fits one core's cache, and a second core would move
+it back and forth.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ WORD = np.uint32
 
 
 def compiled(fastmath: set[str] | bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit`, kept on disk between runs where there is a folder to keep it in."""
+    """`numba.njit` with a cache on disk, if there is a writable folder for it."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         jitted = numba.njit(fastmath=fastmath, error_model="numpy", nogil=True)(function)
-        # Without a folder that numba may write, every process compiles for itself.
+        # Without a writable folder every process compiles for itself.
         with contextlib.suppress(RuntimeError):
             jitted.enable_caching()
         return jitted

@@ -1,6 +1,6 @@
-"""Pairings of one matrix for a CPU: greedy, and nearly the steepest.
+"""Pairings of one matrix on a CPU: greedy, and approximately the steepest.
 
-Weights come as integer keys that sort alike, since integers fill vector lanes.
+Weights are passed as integer keys of the same order, since integer loops vectorize.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ def exchange(weights: Tensor, partner: Tensor) -> Tensor:
 
 
 def sortable(weights: Tensor, *, signed: bool = False) -> Tensor:
-    """Integers in the order of the floats; where no float is negative, their bits as they are."""
+    """Integers in the order of the floats: their bits, as they are if no float is negative."""
     bits = weights.element_size() * 8
     keys = weights.contiguous().view(torch.int32 if bits == 32 else torch.int64)
     return keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1)) if signed else keys
@@ -61,7 +61,7 @@ def sortable(weights: Tensor, *, signed: bool = False) -> Tensor:
 
 @compiled()
 def magnitudes(P: NDArray[Any]) -> None:
-    """P ← |P − Pᵀ|, in place, in tiles whose columns fit the cache's sets even where n = 2ᵏ."""
+    """P ← |P − Pᵀ|, in place, tile by tile to avoid cache conflicts if n = 2ᵏ."""
     n = len(P)
     for r in range(0, n, TILE):
         for c in range(r, n, TILE):
@@ -73,7 +73,7 @@ def magnitudes(P: NDArray[Any]) -> None:
 
 @compiled()
 def peak(row: NDArray[Any]) -> tuple[Any, Any, Any]:
-    """The largest key of a row, and where it occurs first and last; integers fill vector lanes."""
+    """The largest key of a row, and where it occurs first and last."""
     most = row[0]
     for m in range(1, len(row)):
         most = max(most, row[m])
@@ -87,7 +87,7 @@ def peak(row: NDArray[Any]) -> tuple[Any, Any, Any]:
 
 @compiled()
 def tie(i: int, j: int, n: int) -> Any:
-    """What tells equal keys apart: a fixed hash of the pair."""
+    """The tie-breaker of equal keys: a fixed hash of the pair."""
     return hashed(WORD(min(i, j) * n + max(i, j)))
 
 
@@ -167,9 +167,9 @@ def bid_loop(
 def exchange_loop(
     weights: NDArray[Any], partner: NDArray[Any], gain: NDArray[Any], keys: NDArray[Any]
 ) -> bool:
-    """One round of `pairing.exchange`, in place; whether there was anything to gain.
+    """One round of `pairing.exchange`, in place; returns whether anything was gained.
 
-    gain (n/2, n/2) is overwritten, and keys are its bits: in order, as no gain is negative.
+    gain (n/2, n/2) is overwritten; keys are its bits, which are in order since no gain is negative.
     """
     n = len(partner)
     a = np.flatnonzero(partner > np.arange(n))

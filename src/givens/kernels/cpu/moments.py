@@ -1,7 +1,7 @@
-"""A size for each plane, for a CPU: the loops of `optim.unit_derivatives`.
+"""The running means of all planes on a CPU: the loops of `optim.unit_derivatives`.
 
 P, planes, ambient (n, n) row-major; planes has m above its diagonal and √v below it; ambient is Sᵀ.
-The matrices are walked in tiles that stay in the cache.
+The matrices are processed in tiles that stay in the cache.
 """
 
 import math
@@ -26,16 +26,17 @@ def update_moments(
     follow: bool,
     errors: NDArray[Any],
 ) -> None:
-    """Update both means and the sizes by P = G Wᵀ, and make of P the D that they give.
+    """Update both means and √v by P = G Wᵀ, and replace P by D above the diagonal.
 
-    known is what the means are multiplied by to be unbiased; `follow` takes D from the ambient
-    one. errors (2,) gets Σ_{i<j} (A − m)² of both as they were.
+    known is the bias correction of the old means; `follow` selects the ambient mean for D. errors
+    (2,) gets Σ_{i<j} (A − m)² of both old means.
     """
     n, kind = len(P), P.dtype.type
     old, new = kind(beta1), kind(1 - beta1)
     keep, take = kind(math.sqrt(beta2)), kind(math.sqrt(1 - beta2))
-    # What lies below the diagonal, turned over, so that the long loops run along rows.
-    strips, a = np.empty((3, TILE, n), P.dtype), np.empty(n, P.dtype)
+    # What lies below the diagonal, transposed, so that the long loops run along rows. Rows of a
+    # strip are not a power of two apart, or they would push each other out of the cache.
+    strips, a = np.empty((3, TILE, n + TILE), P.dtype), np.empty(n, P.dtype)
     errors[:] = 0
     for r in range(0, n, TILE):
         mirror(P, strips[0], r)
@@ -46,8 +47,9 @@ def update_moments(
             # ambient is Sᵀ: S_ij lies below the diagonal.
             ambient[d, d] = strips[1, i, d] = old * ambient[d, d] + new * P[d, d]
             P[d, d] = 0
-            p, m, lower = P[d, d + 1 :], planes[d, d + 1 :], ambient[d, d + 1 :]
-            below, upper, size = strips[0, i, d + 1 :], strips[1, i, d + 1 :], strips[2, i, d + 1 :]
+            p, below = P[d, d + 1 :], strips[0, i, d + 1 : n]
+            lower, upper = ambient[d, d + 1 :], strips[1, i, d + 1 : n]
+            m, size = planes[d, d + 1 :], strips[2, i, d + 1 : n]
             change = a[d + 1 :]
             subtract(p, below, change)
             errors[0] += missed(change, m, kind(known))
@@ -65,7 +67,7 @@ def update_moments(
         mirror_back(strips[2], planes, r)
 
 
-# Few arrays in each loop: the compiler makes vectors of them.
+# Each loop has few arrays, so that the compiler can vectorize it.
 @compiled(fastmath=SUMS)
 def subtract(x: NDArray[Any], y: NDArray[Any], out: NDArray[Any]) -> None:
     """Out ← x − y."""
@@ -75,7 +77,7 @@ def subtract(x: NDArray[Any], y: NDArray[Any], out: NDArray[Any]) -> None:
 
 @compiled(fastmath=SUMS)
 def missed(a: NDArray[Any], m: NDArray[Any], known: Any) -> float:
-    """Σ (a − known·m)², in double where it would overflow."""
+    """Σ (a − known·m)², in double precision, where no square overflows."""
     total = 0.0
     for j in range(len(a)):
         miss = np.float64(a[j] - known * m[j])
@@ -104,7 +106,7 @@ def blend(mean: NDArray[Any], x: NDArray[Any], old: Any, new: Any) -> None:
 
 @compiled(fastmath=SUMS)
 def grow(size: NDArray[Any], a: NDArray[Any], keep: Any, take: Any) -> None:
-    """Size ← √(keep²·size² + take²·a²), without a square that overflows or vanishes."""
+    """Size ← √(keep²·size² + take²·a²), where no square overflows or vanishes."""
     one = size.dtype.type(1)
     for j in range(len(size)):
         x, y = keep * size[j], take * abs(a[j])
@@ -115,7 +117,7 @@ def grow(size: NDArray[Any], a: NDArray[Any], keep: Any, take: Any) -> None:
 
 @compiled(fastmath=SUMS)
 def divide(out: NDArray[Any], m: NDArray[Any], size: NDArray[Any]) -> None:
-    """Out ← m/size, and 0 where nothing has been seen."""
+    """Out ← m/size, and 0 where size is 0."""
     none = out.dtype.type(0)
     for j in range(len(out)):
         out[j] = m[j] / size[j] if size[j] > none else none
@@ -123,7 +125,7 @@ def divide(out: NDArray[Any], m: NDArray[Any], size: NDArray[Any]) -> None:
 
 @compiled()
 def mirror(M: NDArray[Any], strip: NDArray[Any], r: int) -> None:
-    """strip_ij ← M_j,r+i from the diagonal on, in tiles that fit the cache's sets where n = 2ᵏ."""
+    """strip_ij ← M_j,r+i from the diagonal on, tile by tile to avoid cache conflicts if n = 2ᵏ."""
     n = len(M)
     rows = min(TILE, n - r)
     for c in range(r, n, TILE):

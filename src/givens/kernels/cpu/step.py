@@ -1,4 +1,4 @@
-"""A step of GCD for a CPU, its loops compiled by numba; workspaces are buffers of the optimizer."""
+"""A step of GCD on a CPU, with loops compiled by numba."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ def step_(
     found_inf: Tensor | None,
     workspaces: dict[Any, Any],
 ) -> None:
-    """`optim.step_`; it returned before where a GradScaler found infinity on this device."""
+    """`optim.step_`; if a GradScaler has found infinity, the optimizer does not call it."""
     t = state["step"] + 1
     n, b = W.shape[-1], 1 if W.ndim == 2 else len(W)
     rows, G = W.detach().contiguous(), G.contiguous()
     w, g = rows.numpy().reshape(b, n, n), G.numpy().reshape(b, n, n)
-    # A draw alone looks at all of G as it goes, once.
+    # This loop checks G itself, in the same pass.
     once = how.pairing == "random" and not how.momentum and how.turns == 1
     if not once:
         check_gradient(W, G, how)
@@ -84,17 +84,16 @@ def _turn_planes(
             turn_by_exponential_(W[k], rate * (D - D.mT), ambient)
             continue
         partners = _partners(P[k], how, workspaces).numpy()
-        cos, sin = np.empty((2, *partners.shape), P[k].numpy().dtype)
-        sweep.angles(P[k].numpy(), partners, rate, cos, sin)
+        planes = sweep.list_planes(P[k].numpy(), partners, rate)
         for M in (W[k], ambient):
             if M is not None:
-                sweep.turn(M.numpy(), partners, cos, sin)
+                sweep.turn(M.numpy(), *planes)
 
 
 def _update_moments(
     P: Tensor, planes: Tensor, ambient: Tensor, state: dict[str, Any], k: int, how: Options, t: int
 ) -> None:
-    """`optim.unit_derivatives` of matrix k: above its diagonal P becomes D."""
+    """`optim.unit_derivatives` of matrix k; D replaces P above the diagonal."""
     n, (beta1, beta2) = len(P), how.betas
     foresight, misses = state["foresight"][k].numpy(), np.empty(2)
     known = 1 / (1 - beta1 ** (t - 1)) if t > 1 else 1.0
@@ -106,7 +105,7 @@ def _update_moments(
 
 
 def _partners(D: Tensor, how: Options, workspaces: dict[Any, Any]) -> Tensor:
-    """`choose_partners` from what is above the diagonal of one D."""
+    """`optim.choose_partners` from the entries above the diagonal of one D."""
     if how.all_planes:
         everything: Tensor = kernels.reuse(workspaces, every_pairing_for, D)
         return everything

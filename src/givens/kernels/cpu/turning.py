@@ -1,6 +1,6 @@
-"""GCD's step along one pairing for a CPU: derivatives, angles, turns, and the random draw.
+"""A step of GCD along one pairing on a CPU: derivatives, angles, turns, and the random draw.
 
-W, G, H (n, n) row-major; pairs (k, 2); a, theta (k,). Each loop does what its twin in torch does.
+W, G, H (n, n) row-major; pairs (k, 2); a, theta (k,). Each loop equals its twin in torch.
 """
 
 import math
@@ -17,7 +17,7 @@ from givens.kernels.cpu.grid import SUMS, WORD, compiled, hashed
 
 
 def turn_rows_(W: Tensor, pairs: Tensor, theta: Tensor, *, disjoint: bool) -> None:
-    """`rotation.turn_rows_`; planes are taken in order, whether `disjoint` or not."""
+    """`rotation.turn_rows_`; planes are turned in order, whether `disjoint` or not."""
     if W.ndim > 2:
         for w, p, t in zip(W, pairs, theta, strict=True):
             turn_rows_(w, p, t, disjoint=disjoint)
@@ -33,7 +33,7 @@ def orthonormalise_rows_(W: Tensor, pairs: Tensor) -> None:
 
 
 def largest(M: Tensor) -> float:
-    """`rotation.largest`: without their sign the bits of floats sort like numbers."""
+    """`rotation.largest`: without the sign, the bits of floats sort like the numbers."""
     entries = M.detach().numpy()
     bits = f"i{entries.itemsize}"
     most = largest_bits(entries.reshape(-1).view(bits), np.iinfo(bits).max)
@@ -107,7 +107,7 @@ def draw_pairs_loop(
     places = (n + 1) // 2
     around = 2 * places - 1
     for p in range(n // 2):
-        # A round robin by the circle method: turn + a meets turn − a, and turn itself the last one.
+        # A round robin (circle method): turn + a meets turn − a, and turn meets the last place.
         a = (p + 1) % places
         for side in range(2):
             x = WORD((turn + a) % around if side == 0 else (turn - a) % around)
@@ -161,13 +161,13 @@ def descend(
     stream: int,
     turn: int,
 ) -> bool:
-    """`optim.turn_pairing_` once H is there, for a stack; False, nothing turned, for a bad G.
+    """`optim.turn_pairing_` of a stack, given H; returns False, with nothing turned, for a bad G.
 
-    pairs (b, k, 2) are the planes, drawn here at random if `draw`: then one call from Python is a
-    whole step of GCD-R.
+    pairs (b, k, 2) are the planes; with `draw` they are drawn here, so that one call from Python is
+    a whole step of GCD-R.
     """
     k = pairs.shape[1]
-    # In double no angle overflows.
+    # In double precision no angle overflows.
     angles = np.empty((len(W), k))
     squares = np.empty(len(W))
     for b in range(len(W)):
@@ -198,7 +198,7 @@ def descend(
 
 @compiled()
 def tidy(W: NDArray[Any], seed: int, step: int, stream: int) -> None:
-    """Undo what rounding does to the matrices of a stack, on a random pairing of their rows."""
+    """Correct rounding errors in a stack of matrices, on a random pairing of their rows."""
     for b in range(len(W)):
         drawn = np.empty((len(W[b]) // 2, 2), np.int64)
         draw_pairs_loop(len(W[b]), seed, step, stream + b + TIDY_STREAM, 0, drawn)
@@ -207,7 +207,7 @@ def tidy(W: NDArray[Any], seed: int, step: int, stream: int) -> None:
 
 @compiled()
 def rest_is_finite(G: NDArray[Any], pairs: NDArray[Any]) -> bool:
-    """Whether the row of G that is in no pair, where n is odd, is finite too."""
+    """If n is odd, whether the row of G that is in no pair is finite, too."""
     n = len(G)
     if n % 2 == 0:
         return True

@@ -1,7 +1,7 @@
 """Prices for the nearly steepest pairing: belief propagation on all pairs of axes, in one launch.
 
-Every axis bids for every other: what the pair is worth, less what the other asks. What it asks is
-the best that it is offered by anybody else. After a few rounds the pairs worth more than both ask
+Every axis bids for every other: the pair's worth, minus the other's price. An axis's price is the
+best offer that it has from anybody else. After a few rounds, the pairs worth more than both prices
 are nearly those of the steepest pairing; `matching` makes a pairing of them.
 """
 
@@ -14,7 +14,7 @@ from givens.kernels.gpu.grid import barrier, follow
 @triton.jit
 def weight(S, unit, i, j, n, valid):
     """A_ij² in units of the largest |A|, so that squares neither vanish nor overflow."""
-    # With n odd, an axis n of no weight takes the one that rests.
+    # If n is odd, an extra axis n without weight takes the one that rests.
     valid = valid & (i < n) & (j < n)
     s = tl.load(S + i.to(tl.int64) * n + j, mask=valid, other=0.0) * unit
     return s * s
@@ -22,10 +22,10 @@ def weight(S, unit, i, j, n, valid):
 
 @triton.jit
 def bid(w, rows, columns, real, old, new, old_bidder, new_bidder, count, u, inside):
-    """Each row's best and second best offer at the prices asked now, and who makes the best.
+    """Each row's best and second best offer at the current prices, and who makes the best.
 
-    prices (2, count): the first and the second price of everyone. Before the first round nobody
-    asks for anything, and what is offered counts half.
+    prices (2, count): the first and the second price of each axis. Before the first round prices
+    are 0, and offers count half.
     """
     asking = inside & (u > 0)
     price = tl.load(old + columns, mask=asking, other=0.0, cache_modifier=".cg")
@@ -48,10 +48,10 @@ def believe_kernel(
     BELIEFS: tl.constexpr, HELD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Max-product belief propagation with O(n) state, twice: as it was and as it will be.
+    """Max-product belief propagation with O(n) state, in two buffers: current and next.
 
-    Each axis asks for the best offer it has from anybody else: one price of all but its best
-    bidder, and its second best of him. With HELD every program keeps its rows in registers.
+    An axis's price is its best offer from anybody else: the best one for all but the best bidder,
+    and the second best for that one. With HELD every program keeps its rows in registers.
     """
     follow(EARLY)
     group = tl.program_id(0) // members
@@ -81,7 +81,7 @@ def believe_kernel(
             real = mine < count
             w = weight(s, unit, mine[:, None], columns[None, :], n, real[:, None] & inside[None, :])
         for u in range(0, BELIEFS + 1):
-            # The last round ends in the first half.
+            # The last round ends in the first buffer.
             half = (BELIEFS - u) % 2
             new = prices + b * 4 * count + half * 2 * count
             old = prices + b * 4 * count + (1 - half) * 2 * count

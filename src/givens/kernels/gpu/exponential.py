@@ -1,7 +1,7 @@
-"""Turns in all planes at once: what `rotation.turn_by_exponential_` does beside its products.
+"""Turns in all planes at once: `rotation.turn_by_exponential_` without its matrix products.
 
-D (b, n, n) is skew, and X = rate·D, shortened. scalars (b, 2): what D is multiplied by to be X, and
-a of I + X + aX².
+D (b, n, n) is skew, and X = rate·D, shortened. scalars (b, 2): the factor from D to X, and a of I +
+X + aX².
 """
 
 import math
@@ -21,7 +21,7 @@ BEND = tl.constexpr((math.sqrt(2) - 1) / 4)
 
 @triton.jit
 def first_vector(axes):
-    """The vector from which the power method starts."""
+    """The initial vector of the power method."""
     word = axes.to(tl.uint32) * STRIDE
     word = (word ^ (word >> 15)) * FACTOR
     word = word ^ (word >> 13)
@@ -35,7 +35,7 @@ def length_kernel(
 ):  # fmt: skip
     """The twin of `spectral_norm`, for every D, and the scalars that follow from it.
 
-    vectors (2, n) are scratch, and peaks, one for each program.
+    vectors (2, n) and peaks, one for each program, are scratch.
     """
     follow(EARLY)
     pid = tl.program_id(0)
@@ -81,7 +81,7 @@ def length_kernel(
             sigma = shorten * longest
             tl.store(scalars + 2 * b, shorten * rate)
             tl.store(scalars + 2 * b + 1, sigma * sigma * BEND + 0.5)
-        # Before the scratch is used again.
+        # All programs must be done with the scratch before it is reused.
         barrier(waiting, programs)
 
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: a barrier, the hash, the random pairing."""
+"""Helpers of the Triton kernels: a barrier, the hash, the random pairing."""
 
 import functools
 
@@ -15,7 +15,7 @@ STRIDE = tl.constexpr(GOLDEN)
 
 @triton.jit
 def follow(EARLY: tl.constexpr):
-    """Wait for the kernel ahead, before which this one was started, and let the next one start."""
+    """Wait for the previous kernel, which may still be running, and let the next one start."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -23,17 +23,17 @@ def follow(EARLY: tl.constexpr):
 
 @triton.jit
 def arrive(counter):
-    """Tell those at the `barrier` that what this program wrote before is there, without waiting."""
+    """Signal the `barrier` that this program's writes are visible, without waiting."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
 def barrier(counter, members, FENCE: tl.constexpr = False):
-    """Wait until so many programs are here; the counter only ever grows.
+    """Wait until that many programs have arrived; the counter only grows.
 
-    What others wrote before it may then be read past the first-level cache (".cg"), or in any way
-    after a fence.
+    Other programs' writes may then be read past the first-level cache (".cg"), or in any way after
+    a fence.
     """
     if members > 1:
         tl.debug_barrier()
@@ -65,7 +65,7 @@ def unhashed(x):
 
 @triton.jit
 def cos_and_sin(theta):
-    """Both, of squares that add up to 1 better than those that the device gives."""
+    """Cosine and sine whose squares sum to 1 more accurately than the device's own."""
     c = tl.cos(theta)
     s = tl.sin(theta)
     unit = 1.5 - 0.5 * (c * c + s * s)

@@ -1,8 +1,8 @@
 """The nearest codeword of every sub-vector on a device; the distances are never written out.
 
-‖x − c‖² is ‖x‖² + ‖c‖² − 2x·c, and ‖x‖² is the same for every codeword. Both are taken from the
-codewords' mean, where they are small and so is what rounding does. The products run on tensor
-cores, each float32 as the sum of three TF32 numbers, which keeps the precision of float32.
+‖x − c‖² is ‖x‖² + ‖c‖² − 2x·c, and ‖x‖² is the same for every codeword. Both are relative to the
+codewords' mean, where they are small, and so is their rounding. The products run on tensor cores,
+each float32 as the sum of three TF32 numbers, which keeps the precision of float32.
 
 X (count, subspaces·width), C (subspaces, codewords, width) → codes (count, subspaces).
 """
@@ -27,16 +27,16 @@ _TOO_WIDE = f"they take sub-vectors of width up to {WIDEST}"
 
 @triton.jit
 def load_words(C, words, depth, codewords, width):
-    """Codewords of one subspace, (words, depth), with 0 where there are none."""
+    """Codewords of one subspace, (words, depth), padded with 0."""
     inside = (words < codewords)[:, None] & (depth < width)[None, :]
     return tl.load(C + words[:, None] * width + depth[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def load_rows(X, count, subspaces, width, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """This program's subspace, rows and axes; where their numbers are, which are there, and these.
+    """This program's subspace, rows and axes, with the pointers, the mask and the numbers.
 
-    The numbers are (ROWS, DEPTH), a sub-vector in each row, with 0 where there are none.
+    The numbers are (ROWS, DEPTH), a sub-vector in each row, padded with 0.
     """
     d = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -64,7 +64,7 @@ def search(x, C, depth, codewords, width, ROWS: tl.constexpr, WORDS: tl.constexp
         norm = tl.where(words < codewords, tl.sum(c * c, axis=1), float("inf"))
         distance = norm[None, :] - 2 * tl.dot(x, tl.trans(c), input_precision="tf32x3")
         least = tl.min(distance, axis=1)
-        # The first of equals, as argmin has it; what is NaN is near to nothing and keeps code 0.
+        # Ties go to the first, as in argmin; NaN is near to nothing and keeps code 0.
         first = tl.min(tl.where(distance == least[:, None], words[None, :], codewords), axis=1)
         code = tl.where(least < best, first, code)
         best = tl.minimum(best, least)
@@ -89,9 +89,9 @@ def quantize_kernel(
     X, C, codes, places, chosen, errors, total, usage, share, count, subspaces, codewords, width,
     COUNTED: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes, and all that follows from them; every choice adds a share to the codeword's usage.
+    """Codes, codewords and errors; every choice adds a share to the codeword's usage.
 
-    The squared errors' mean is added to `total`.
+    The mean of the squared errors is added to `total`.
     """
     d, rows, depth, at, inside, x = load_rows(X, count, subspaces, width, ROWS, DEPTH)
     code, _ = search(x, C + d * codewords * width, depth, codewords, width, ROWS, WORDS, DEPTH)

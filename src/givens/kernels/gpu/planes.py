@@ -1,4 +1,4 @@
-"""The launches of a step with a size for each plane, and the buffers between them."""
+"""The launches of a step with two moments for each plane, and the buffers between them."""
 
 import math
 from typing import Any
@@ -14,15 +14,15 @@ from givens.kernels.gpu.launch import launch
 from givens.kernels.gpu.moments import check_kernel, moments_kernel, product_kernel
 from givens.kernels.gpu.sweep import angles_kernel, tidy_kernel, turn_all_kernel
 
-# The widest matrix whose product G Wᵀ is as exact as float32; a wider one's is of TF32.
+# The widest matrix whose product G Wᵀ has float32 precision; wider ones use TF32.
 PLAIN = 1024
-# A tile of that product, how deep a program reads at a time, and tiles that share what they read.
+# A tile of that product, the depth of one read, and how many tiles share their reads.
 TILE = {"SIDE": 32, "WIDE": 32, "DEPTH": 32, "TOGETHER": 8, "num_warps": 2, "num_stages": 3}
 WIDE_TILE = {"SIDE": 128, "WIDE": 256, "DEPTH": 32, "TOGETHER": 8, "num_warps": 8, "num_stages": 3}
-# The columns that a program turns, and the most rows at a time.
+# The columns that a program turns, and the maximum of rows at a time.
 TURN = {"ROWS": 512, "COLUMNS": 8, "num_warps": 8}
 WIDE_TURN = {"ROWS": 256, "COLUMNS": 32, "num_warps": 32}
-# Numbers of the gradient that a program looks at, at a time.
+# Numbers of the gradient that a program checks at a time.
 CHECKED = 4096
 # The side of a tile whose moments a program updates.
 SIDE = 32
@@ -57,7 +57,7 @@ class Planes:
         self.waiting = counters(device)
 
     def check(self, G: Tensor, how: Any, found_inf: Tensor | None, limit: float) -> None:
-        """Look whether the gradient and the rate are good; all that follows asks for it."""
+        """Check the gradient and the rate; all following launches depend on the result."""
         launch(
             check_kernel, (self.programs,), self.device,
             G, self.flags, found_inf, how.lr, G.numel(), limit,
@@ -112,7 +112,7 @@ class Planes:
         )  # fmt: skip
 
     def take(self, partners: Tensor) -> None:
-        """Use these partners (b, turns, n), or the same (turns, n) for all, with angles by D."""
+        """Use these partners (b, turns, n), or (turns, n) for all matrices, with angles by D."""
         self.partners.copy_(partners)
         launch(
             angles_kernel, (triton.cdiv(self.n, 256), self.turns, self.batch), self.device,
@@ -151,7 +151,7 @@ class Planes:
         scale, a = self.scalars[:, :, None, None].unbind(1)
         stack = W.view(-1, n, n)
         X = scale * self.D
-        # One product for both: a small one leaves most of the device idle.
+        # One product for both: small ones leave most of the device idle.
         follower = state["ambient"].view_as(stack) if adapt else None
         both = stack if follower is None else torch.cat([stack, follower], -1)
         moved = X @ both
@@ -169,7 +169,7 @@ class Planes:
         )  # fmt: skip
 
     def tidy(self, W: Tensor, step: Tensor, how: Any) -> None:
-        """Undo what rounding does, if it is time."""
+        """Repair rounding errors, at intervals."""
         launch(
             tidy_kernel, (self.n // 2, self.batch), self.device,
             W, step, self.flags, self.programs, self.n, how.seed, how.stream, how.tidy_every,

@@ -1,4 +1,4 @@
-"""A step as one CUDA graph: on a GPU its many launches take longer than its work."""
+"""A step as one CUDA graph: on a GPU its launches take longer than their work."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,15 +9,15 @@ from torch import Tensor
 # Calls before the recording: optimizers make their states, and kernels are compiled.
 PLAIN = 3
 
-# A graph, where it reads its inputs, and where it leaves its output.
+# A graph, its input buffers, and its output.
 Recorded = tuple[torch.cuda.CUDAGraph, list[Tensor | None], Tensor]
 
 
 class Replay:
-    """Calls of a function of tensors: plain ones at first, then one recording, then its replays.
+    """Calls a function of tensors: plainly at first, then recorded once, then replayed.
 
-    The function gives one tensor and waits for nothing. It comes with every call, always the same:
-    kept here, it could keep alive who keeps this. Shapes must not change.
+    The function returns one tensor without synchronising. Every call must pass the same function;
+    storing it here could create a reference cycle. Shapes must not change.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Replay:
         self.recorded: Recorded | None = None
 
     def __call__(self, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-        """What the function gives for the inputs."""
+        """The function's result for the inputs."""
         with torch.cuda.device(self.device):
             return self._called(function, inputs)
 
@@ -47,7 +47,7 @@ class Replay:
     def _plainly(
         self, function: Callable[..., Tensor], inputs: tuple[Tensor | None, ...]
     ) -> Tensor:
-        # On the stream of the recording: a gradient is added up where it was made first.
+        # On the stream of the recording: autograd accumulates a gradient where it was first made.
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -66,6 +66,6 @@ class Replay:
 
 
 def record(W: Tensor, once: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    """`fixed.turns.record`: work on W, to be called at one step after another."""
+    """`fixed.turns.record`: work on W, to be called step by step."""
     again = Replay(W.device)
     return lambda step: again(partial(once, step))

@@ -21,7 +21,7 @@ def step_(
     found_inf: Tensor | None,
     workspaces: dict[Any, Any],
 ) -> None:
-    """`optim.step_`, as a launch or eight, safe in a CUDA graph."""
+    """`optim.step_` in one to eight launches, safe in a CUDA graph."""
     if W.shape[-1] == 1:
         return
     rows, G = W.detach().contiguous(), G.contiguous()
@@ -69,8 +69,8 @@ def _turn_pairings(
 ) -> None:
     """`optim.turn_pairing_`, pairing after pairing.
 
-    The product that chooses the planes may use TF32; their angles come from float32 sums over the
-    chosen rows alone.
+    The product that chooses the planes may use TF32; angles come from float32 sums over the chosen
+    rows.
     """
     turner = kernels.reuse(workspaces, Turner, W)
     H = state["momentum"] if how.momentum else None
@@ -117,5 +117,5 @@ def _turn_pairings(
 
 
 def _rounds(n: int, how: Options) -> int:
-    """Pairings of a step: all of an odd number of axes are one more."""
+    """The number of pairings of a step; an odd n has one more in all."""
     return how.turns + n % 2 if how.all_planes else how.turns

@@ -1,7 +1,7 @@
-"""The straight-through gradient on a device: what `straight_through` does, in fewer launches.
+"""The straight-through gradient on a GPU: as `straight_through`, in fewer launches.
 
-A host takes longer to start most of these kernels than they run. So all that is done to a vector
-is done by one, in its program, and what goes to the codewords is added up on the way.
+Launching most of these kernels takes longer than running them. So one program does all the work on
+a vector, and sums the codewords' gradients on the way.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from givens.kernels.gpu.grid import power_of_2
 from givens.kernels.gpu.launch import launch
 from givens.layer.straight_through import Gradients, Kept
 
-# Numbers in a program, where a sub-vector has fewer.
+# The minimum of numbers in a program.
 BLOCK = 1024
 
 
 @triton.jit
 def normalise_kernel(V, units, lengths, width, SHORTEST: tl.constexpr, WIDTH: tl.constexpr):
-    """A unit vector and its length in each program."""
+    """Each program computes a unit vector and its length."""
     row = tl.program_id(0).to(tl.int64)
     axes = tl.arange(0, WIDTH)
     at, inside = row * width + axes, axes < width
@@ -38,7 +38,7 @@ def normalise_kernel(V, units, lengths, width, SHORTEST: tl.constexpr, WIDTH: tl
 def enter_kernel(
     G, E, scale, X, lengths, width, share, NORMALISED: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """A row of the gradient of V in each program, from G and E, over which it is written."""
+    """Each program computes a row of the gradient of V from G and E, and overwrites E."""
     row = tl.program_id(0).to(tl.int64)
     axes = tl.arange(0, WIDTH)
     at, inside = row * width + axes, axes < width
@@ -69,7 +69,7 @@ def add_up_kernel(
 
 
 def normalise(V: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit vectors (m, n) and lengths (m, 1), but for the order in which torch adds up."""
+    """Unit vectors (m, n) and lengths (m, 1), as torch up to the order of summation."""
     (m, n), V = V.shape, V.contiguous()
     units, lengths = torch.empty_like(V), V.new_empty(m, 1)
     launch(
@@ -82,7 +82,7 @@ def normalise(V: Tensor) -> tuple[Tensor, Tensor]:
 def find_gradients(
     g: Tensor, gd: Tensor, kept: Kept, codebooks: torch.Size, coarse: None, needed: Sequence[bool]
 ) -> Gradients:
-    """`straight_through.find_gradients` in fewer launches; codewords' are added up in any order."""
+    """`straight_through.find_gradients` in fewer launches; codewords' are summed in any order."""
     x, length, W, q, error, at, _ = kept
     gv = to_vectors(g, gd, W, error, x, length) if needed[0] else None
     gy = g @ W.mT
@@ -106,7 +106,7 @@ def to_vectors(
 def to_codewords(
     h: Tensor, scale: Tensor, error: Tensor, at: Tensor, shape: torch.Size, *, keep: bool
 ) -> Tensor:
-    """The gradient of the codebooks, from h = gR; to `keep`, h becomes the gradient of Y."""
+    """The gradient of the codebooks, from h = gR; with `keep`, h becomes the gradient of Y."""
     gc, w = h.new_zeros(shape), shape[-1]
     width = power_of_2(w)
     rows = max(BLOCK // width, 1)

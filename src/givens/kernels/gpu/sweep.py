@@ -1,8 +1,8 @@
 """Turn W and the ambient mean through all pairings in one launch, on a device.
 
-A program has some columns of one matrix, all rows of them, and takes them through the pairings by
-itself, in its processor's cache: row i ← cos·row i + sin·row j, row j ← cos·row j − sin·row i. No
-program waits for another.
+A program has some columns of one matrix, with all rows, and takes them through all pairings in its
+processor's cache: row i ← cos·row i + sin·row j, row j ← cos·row j − sin·row i. No program waits
+for another.
 """
 
 import triton
@@ -58,7 +58,7 @@ def turn_all_kernel(
         c = tl.load(cos + at, mask=row < n, other=1.0)
         s = tl.load(sin + at, mask=row < n, other=0.0)
         for done in range(1, turns * parts + 1):
-            # A pair is turned where its first axis stands. A matrix has less than 2³¹ numbers.
+            # A pair is turned at its first axis. A matrix has less than 2³¹ numbers.
             turning = (partner > row)[:, None] & (columns < n)[None, :]
             at_i = base + (row * n)[:, None] + columns[None, :]
             at_j = base + (partner * n)[:, None] + columns[None, :]
@@ -66,7 +66,7 @@ def turn_all_kernel(
             y = tl.load(at_j, mask=turning, other=0.0)
             c_now = c[:, None]
             s_now = s[:, None]
-            # What comes next is on its way while these rows are turned.
+            # Prefetch the next rows while these are turned.
             after = tl.minimum(done, turns * parts - 1)
             row = (after % parts) * ROWS + tl.arange(0, ROWS)
             at = (b * turns + after // parts) * n + row
@@ -76,7 +76,7 @@ def turn_all_kernel(
             tl.store(at_i, c_now * x + s_now * y, mask=turning)
             tl.store(at_j, c_now * y - s_now * x, mask=turning)
             if done % parts == 0:
-                # The next pairing brings other rows together.
+                # The next pairing combines other rows.
                 tl.debug_barrier()
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (b == 0):
         settle(
@@ -90,7 +90,7 @@ def tidy_kernel(
     W, step, flags, count, n, seed, stream, every,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Every so many steps, undo what rounding does to the pairs of a random pairing."""
+    """At intervals, repair the rounding errors of the pairs of a random pairing."""
     follow(EARLY)
     t = tl.load(step)
     if (t % every == 0) & (is_bad(flags, count, ALL) == 0):

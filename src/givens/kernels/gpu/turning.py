@@ -27,9 +27,9 @@ from givens.kernels.gpu.moments import is_wrong_rate
 
 TIDY = tl.constexpr(TIDY_EVERY)
 TIDY_FROM = tl.constexpr(TIDY_STREAM)
-# How much of a row a program reads at a time.
+# Numbers of a row that a program reads at a time.
 WIDE = 4096
-# How many numbers of each of W, G and H, one row of every pair, a program keeps in registers.
+# Numbers of each of W, G and H, one row of every pair, that a program keeps in registers.
 HELD = 4096
 
 
@@ -76,7 +76,7 @@ def choose_pairs(pairs, pid, programs, total, items, n, seed, t, stream, turn,
 
 @triton.jit
 def added(a, b, c, d, e, f, g, h):
-    """Four sums at once."""
+    """Add four pairs of numbers, for a reduction of four sums at once."""
     return a + e, b + f, c + g, d + h
 
 
@@ -127,7 +127,7 @@ def tell(words, item, tag, a, scale, real):
 
 @triton.jit
 def mean_square(words, b, items, n, tag, ALL: tl.constexpr):
-    """The mean of A_ij² of matrix b, once all are told, summed in one order by every program."""
+    """The mean of A_ij² of matrix b, once all are published, summed in one order everywhere."""
     index = tl.arange(0, ALL)
     mine = index < items
     at = words + b * items + index
@@ -156,7 +156,7 @@ def derive(
     W, G, H, pairs, words, details, scale, tag, item, items, n, total,
     MOMENTUM: tl.constexpr, ADAPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tell A_ij of an item, and keep what its turn will need."""
+    """Publish A_ij of an item, and keep what its turn needs."""
     b = item // items
     i = tl.load(pairs + 2 * item)
     j = tl.load(pairs + 2 * item + 1)
@@ -295,7 +295,7 @@ def descend_kernel(
         else:
             last = (total - 1 - pid) // programs
             for back in range(0, last + 1):
-                # Backwards: what was read last may still be in the cache.
+                # Backwards: the rows read last may still be in the cache.
                 item = pid + (last - back) * programs
                 b = item // items
                 if item % items < n // 2:
@@ -383,7 +383,7 @@ def turn_kernel(
 
 @triton.jit
 def tidy(W, i, j, n, BLOCK: tl.constexpr):
-    """Undo the rounding of two rows: (3I − Gram)/2."""
+    """Repair the rounding of two rows: (3I − Gram)/2."""
     ii = 0.0
     ij = 0.0
     jj = 0.0
@@ -455,7 +455,7 @@ class Turner:
         held = self.many * self.block if self.held else HELD
         self.warps = max(1, min(8, held // 256))
         self.pairs = torch.empty(self.batch, self.items, 2, dtype=torch.int32, device=device)
-        # What every pair tells all programs, and what it keeps to itself.
+        # What every pair publishes to all programs, and what it keeps to itself.
         self.words = torch.zeros(total, dtype=torch.int64, device=device)
         self.details = torch.empty(total, 5, dtype=torch.float32, device=device)
         self.launches = torch.zeros((), dtype=torch.int64, device=device)

@@ -1,0 +1,130 @@
+"""Rows of split tables in files: each rank writes its range, and any number of ranks reads them.
+
+A file has its rows in blocks, in a name of its own, and is never written twice. What belongs
+together is said by who names the files, the checkpoint or the towers, with the seal of each: until
+these are replaced, the files that they name stay.
+"""
+
+import secrets
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from givens import distributed
+from givens.storage import files
+from givens.storage.formats import Safetensors
+from givens.storage.vectors import Joined
+
+KIND, SUFFIX = "rows", ".rows"
+# Rows of a tensor in a file: what reading takes beside the table.
+BLOCK = 1 << 18
+
+Entry = dict[str, Any]
+"""A file as it is named elsewhere: its name, its first row, the one after its last, its seal."""
+
+
+class RowFiles:
+    """The files of a run's tables in a folder; without one, in a temporary one of each rank."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.given = folder
+        # What the last checkpoint names.
+        self.kept: list[Entry] = []
+
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        if self.given is None:
+            self.given = Path(tempfile.mkdtemp(prefix="givens-"))
+            weakref.finalize(self, shutil.rmtree, self.given, ignore_errors=True)
+        return self.given
+
+    def save(self, columns: Mapping[str, Tensor], first: int, step: int) -> list[Entry]:
+        """Write this rank's rows of all columns; gives the files of all ranks, or their error."""
+        return distributed.from_all(lambda: self._save(columns, first, step)) if columns else []
+
+    def load(self, entries: Iterable[Entry], columns: Mapping[str, Tensor], first: int) -> None:
+        """Fill columns, which begin at that row, from the files that have their rows."""
+        if columns:
+            distributed.from_all(lambda: fill(self.folder, entries, columns, first))
+
+    def keep(self, entries: Iterable[Entry]) -> None:
+        """Remove all files but these and those of the last checkpoint."""
+        names = {entry["name"] for entry in (*entries, *self.kept)}
+        for path in self.folder.glob(f"*{SUFFIX}") if names else ():
+            if path.name not in names:
+                path.unlink(missing_ok=True)
+
+    def _save(self, columns: Mapping[str, Tensor], first: int, step: int) -> Entry:
+        held = {len(column) for column in columns.values()}
+        tensors = {
+            f"{name}/{first + at}": column[at : at + BLOCK]
+            for name, column in columns.items()
+            for at in range(0, len(column), BLOCK)
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stop = first + held.pop()
+        name = f"{step:08d}-{first}-{secrets.token_hex(4)}{SUFFIX}"
+        seal = files.save(self.folder / name, KIND, tensors, {"first": first, "stop": stop})
+        return {"name": name, "first": first, "stop": stop, "seal": seal}
+
+
+def fill(
+    folder: Path, entries: Iterable[Entry], columns: Mapping[str, Tensor], first: int = 0
+) -> None:
+    """Copy rows from files into columns that begin at row `first`; all of them must be there."""
+    missing = {name: len(column) for name, column in columns.items()}
+    stop = first + max(missing.values())
+    for entry in entries:
+        if entry["stop"] <= first or entry["first"] >= stop:
+            continue
+        for name, at, rows in _read(folder, entry):
+            if name in columns:
+                low, high = max(at, first), min(at + len(rows), stop)
+                if low < high:
+                    columns[name][low - first : high - first].copy_(rows[low - at : high - at])
+                    missing[name] -= high - low
+    lacking = [name for name, count in missing.items() if count]
+    if lacking:
+        raise ValueError(f"{folder} is not whole: rows of {lacking[0]} are missing")
+
+
+def read_columns(folder: Path, entries: list[Entry]) -> dict[str, Tensor]:
+    """All rows of all columns, where there is memory for them."""
+    parts: dict[str, list[Tensor]] = {}
+    for entry in sorted(entries, key=lambda entry: int(entry["first"])):
+        for name, _, rows in _read(folder, entry):
+            parts.setdefault(name, []).append(rows)
+    return {name: torch.cat(blocks) for name, blocks in parts.items()}
+
+
+def open_column(folder: Path, entries: list[Entry], name: str) -> Joined:
+    """All rows of a column, read where they are sliced: of these, no digest is checked."""
+    blocks = []
+    for entry in sorted(entries, key=lambda entry: int(entry["first"])):
+        path = folder / Path(entry["name"]).name
+        with files.opened(path, KIND) as (header, _):
+            _check_seal(path, header, entry)
+        keys = [key for key in header.tensors if key.rpartition("/")[0] == name]
+        blocks += [Safetensors(path, key, None) for key in keys]
+    return Joined(blocks)
+
+
+def _read(folder: Path, entry: Entry) -> Iterator[tuple[str, int, Tensor]]:
+    path = folder / Path(entry["name"]).name
+    with files.opened(path, KIND) as (header, tensors):
+        _check_seal(path, header, entry)
+        for key, rows in tensors:
+            name, _, at = key.rpartition("/")
+            yield name, int(at), rows
+
+
+def _check_seal(path: Path, header: files.Header, entry: Entry) -> None:
+    if header.seal != entry["seal"]:
+        raise ValueError(f"{path} is damaged: it is not the file that was saved")
