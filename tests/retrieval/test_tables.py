@@ -169,6 +169,8 @@ def test_files_stay_that_the_last_checkpoint_or_the_best_step_names(tmp_path):
     saved.kept = old
     _, best = save_as(tmp_path, columns(8), 2)
     save_as(tmp_path, columns(8), 2)
+    # What a rank was writing when it was killed.
+    (tmp_path / f".{old[0]['name'][:-8]}00.rows.0123abcd.tmp").write_bytes(b"half")
     saved.keep(best)
     kept = {entry["name"] for entry in (*old, *best)}
     assert {path.name for path in tmp_path.iterdir()} == kept

@@ -57,7 +57,10 @@ class RowFiles:
     def keep(self, entries: Iterable[Entry]) -> None:
         """Remove all files but these and those of the last checkpoint."""
         names = {entry["name"] for entry in (*entries, *self.kept)}
-        for path in self.folder.glob(f"*{SUFFIX}") if names else ():
+        if not names:
+            return
+        files.sweep(self.folder, f"*{SUFFIX}")
+        for path in self.folder.glob(f"[!.]*{SUFFIX}"):
             if path.name not in names:
                 path.unlink(missing_ok=True)
 

@@ -97,12 +97,12 @@ class RowWise(Optimizer):
 
     Of the rows that have a gradient, and of no others,
 
-        v ← v + (mean(g²) − v)/min(t, T)    t times that the row came; a mean of the last T of them
+        v ← v + (mean(g²) − v)/min(t, T)    t times that the row came; T of them are remembered
         row ← row − lr · s · g/√v           s = (1 − β₁)/√(1 − β₂) for Adam's β₁ = 0.9, β₂ = 0.999
 
     s is how far torch's SparseAdam moves a row that comes rarely, whose averages it takes for those
-    of all steps, so that a rate for it does here too. There is no momentum: it would take a third
-    of the table's memory or more, and little is left of it when a row comes again.
+    of all steps, so that a rate for it does here too. There is no momentum: it would take as much
+    memory as the table, and little is left of it when a row comes again.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:

@@ -142,7 +142,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
     try:
-        _sweep(target)
+        sweep(target.parent, _escape(target.name))
         temporary, descriptor = _claim(target)
         try:
             yield temporary
@@ -381,11 +381,11 @@ def _claim(target: Path) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def _sweep(target: Path) -> None:
-    """Remove what killed processes left beside the target: temporary files without a lock."""
+def sweep(folder: Path, names: str) -> None:
+    """Remove what killed processes left of files of these names: temporary ones nobody locks."""
     if sys.platform == "win32":
         return
-    for path in target.parent.glob(f".{_escape(target.name)}.????????.tmp"):
+    for path in folder.glob(f".{names}.????????.tmp"):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR)
             try:
