@@ -219,7 +219,8 @@ def table1(
     table += f"-coarse-{coarse}.md" if coarse else ".md"
     _prepare(output, (f"{joint}.json", f"{found}.json", table), data)
     with out.progress("runs") as bar:
-        bar.start(len(configs) * len(chosen))
+        # With a warm-up of each seed.
+        bar.start(len(configs) * len(chosen) + count)
         tell = _make_teller(bar)
         hidden = Runs(output / f"{found}.json", place, typer.echo)
         first = [config for config in configs if config.seed == configs[0].seed]
@@ -260,7 +261,7 @@ def when(
     name, found = (_name(kind, size, log if data else None) for kind in ("when", "rates-when"))
     _prepare(output, (f"{name}.json", f"{name}.png", f"{found}.json"), data)
     with out.progress("runs") as bar:
-        bar.start(len(configs) * len(made) * 4 * len(when.STARTS))
+        bar.start(len(configs) * len(made) * 4 * len(when.STARTS) + count * len(made))
         tell = _make_teller(bar)
         hidden = Runs(output / f"{found}.json", place, typer.echo)
         runs = Runs(output / f"{name}.json", place, tell)
@@ -296,7 +297,7 @@ def stream(
     name, found = (_name(kind, size, log if data else None) for kind in ("stream", "rates-stream"))
     _prepare(output, (f"{name}.json", f"{name}.png", f"{name}.md", f"{found}.json"), data)
     with out.progress("runs") as bar:
-        bar.start(len(configs) * len(stream.WAYS))
+        bar.start(len(configs) * (len(stream.WAYS) + 1))
         hidden = Runs(output / f"{found}.json", place, typer.echo)
         runs = Runs(output / f"{name}.json", place, _make_teller(bar))
         rows = stream.run(runs, hidden, log, configs, angle)
