@@ -58,14 +58,13 @@ def join(parts: list[Clicks]) -> Clicks:
     """Rows one after another."""
     if len(parts) == 1:
         return parts[0]
-    user, item, rating, time = (
+    user, item = (np.concatenate([getattr(part, what) for part in parts]) for what in WHAT[:2])
+    rating, time = (
         None
         if getattr(parts[0], what) is None
-        else np.concatenate([getattr(p, what) for p in parts])
-        for what in WHAT
+        else np.concatenate([getattr(part, what) for part in parts])
+        for what in WHAT[2:]
     )
-    assert user is not None
-    assert item is not None
     texts = [part.texts for part in parts if part.texts is not None]
     if not texts:
         return Clicks(user, item, rating, time)
