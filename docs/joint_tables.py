@@ -2,7 +2,7 @@
 
 import statistics
 
-from cells import Row, Rows, line, needed, percent, select, spread, table, unique
+from cells import Row, Rows, grid, line, needed, percent, select, spread, table, unique
 from tables import LOGS, MISSING, select_start
 
 STEPS_SHOWN = (0, 100, 200, 300, 500, 1000, 1500)
@@ -54,12 +54,15 @@ def searched(rows: Rows) -> list[str]:
 
 
 def mlp(rows: Rows) -> list[str]:
-    """Validation recall of towers with and without the user tower's MLP."""
-    lines = table("MLP", "validation recall@100", "seeds")
-    for kind in unique(row["mlp"] for row in needed(rows, "mlp")):
-        best = [max(row["recall"]) for row in select(rows, mlp=kind)]
-        lines.append(line(kind, spread(best), len(best)))
-    return lines
+    """Validation recall of towers with and without the user tower's MLP, by steps."""
+    counts = sorted({row["steps"] for row in needed(rows, "mlp")})
+
+    def cell(kind: str, steps: int) -> str:
+        best = [max(row["recall"]) for row in select(rows, mlp=kind, steps=steps)]
+        return f"{spread(best)}, {len(best)} seed{'s' * (len(best) > 1)}" if best else MISSING
+
+    heads = [f"{steps} steps" for steps in counts]
+    return grid(unique(row["mlp"] for row in rows), {}, counts, heads, cell)
 
 
 def _rates(row: Row) -> tuple[float, float]:
