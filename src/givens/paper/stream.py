@@ -147,9 +147,8 @@ def go_through(
         first = State(log, trained, runs.device, blank=True)
         first.skip_warm_up(towers)
         Trainer(first, examples).begin_joint()
-        start = first.start
+        start = first.quantizer
         runs.keep_start(log, trained, start)
-    assert start is not None
     state.start = start
     trainer.begin_joint()
     served = to_faiss(start, state.towers.item().detach())

@@ -95,7 +95,7 @@ def fill(
                     missing[name] -= high - low
     lacking = [name for name, count in missing.items() if count]
     if lacking:
-        raise ValueError(f"{folder} is not whole: rows of {lacking[0]} are missing")
+        raise ValueError(f"{folder} is incomplete: rows of {lacking[0]} are missing")
 
 
 def read_columns(folder: Path, entries: list[Entry]) -> dict[str, Tensor]:
