@@ -171,7 +171,7 @@ def test_recall_is_the_part_in_common(seed, k):
 def test_recall_refuses_what_is_not_ids():
     ids = np.arange(30).reshape(3, 10)
     cases = [
-        ((ids, ids[:2]), {}, "of the same queries, but have 3 and 2 rows"),
+        ((ids, ids[:2]), {}, "the same queries, but have 3 and 2 rows"),
         ((ids[:, :5], ids), {}, r"k must be in 1..5, the columns of found, but got 10"),
         ((ids, ids[:, :5]), {}, r"k must be in 1..5, the columns of truth, but got 10"),
         ((ids, ids), {"k": 0}, r"k must be in 1..10"),

@@ -432,7 +432,10 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
         (["fit", "x.npy:train"], "x.npy holds one table, without a name: leave :train out"),
         (["fit", "x.npy", "--device", "meta"], "--device must be cpu or cuda"),
         (["train", "-o", "run", "--pool", "sum"], "pool must be one of"),
-        (["train", "-o", "run", "--min-items", "5"], "--min-rating and --min-items go with --data"),
+        (
+            ["train", "-o", "run", "--min-items", "5"],
+            "--min-rating, --min-items and --hash-items go with --data",
+        ),
         (["train", "-o", "run", "--dim", "16", "--subspaces", "5"], "dim must be divisible"),
         (
             ["search", "good.faiss", "queries.npy", "-o", "s.npy", "--scores", "s.npy"],
