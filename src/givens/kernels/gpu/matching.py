@@ -1,10 +1,10 @@
 """The greedy and the nearly steepest pairing on a device: matchings in one launch, nothing sorted.
 
-A matching takes turns. First the whole grid: every free item lists its few best free partners.
-Then one program alone: each free item points at the first of its list that is still free, and items
-that point at each other are matched, round after round, as long as the lists last. What is left,
-an eighth or less, makes new lists; once few enough are left they are finished in registers. That is
-greedy exactly, since an item's best free partner is on its list or the item waits.
+A matching alternates two stages. The whole grid lists the few best free partners of every free
+item. Then a single program goes through rounds: each free item points at the first of its list that
+is still free, and two items that point at each other are matched, until the lists are used up. The
+remaining items, an eighth or less, get new lists; the last few are matched in registers. The result
+is exactly greedy, since an item either has its best free partner on its list or waits.
 
 The items are axes and their values |A_ij|; or, for the steepest pairing, what the prices of belief
 propagation (`beliefs`) leave of A_ij²; or pairs, and what exchanging two of them gains.
@@ -62,7 +62,7 @@ def packed(values, i, j, count, valid):
 
 @triton.jit
 def partner_of(key, i, count):
-    """Whom the packed pair of item i joins it to."""
+    """The partner of item i in a packed pair."""
     code = unhashed((key & 0xFFFFFFFF).to(tl.uint32))
     low = code // (0 * code + count)
     return (low + (code - low * count)).to(tl.int32) - i
@@ -108,7 +108,7 @@ def exchange(S, unit, pairs, p, q, n, valid):
 
 @triton.jit
 def free_items(listed, place, left, count):
-    """The items at these places of the list of the free; at first that is all of them."""
+    """The free items at these places of their list; before the first round all items are free."""
     some = tl.where(left < count, left, 0)
     item = tl.load(listed + place, mask=place < some, other=0, cache_modifier=".cg")
     return tl.where(place < left - some, place, item)
@@ -119,7 +119,7 @@ def finish(
     S, unit, first, second, bidder, pairs, n, count, listed, left, partner,
     VALUE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Match the few that are left among themselves, in registers."""
+    """Match the last few items with each other, in registers."""
     local = tl.arange(0, TILE)
     index = free_items(listed, local, left, count)
     inside = local < left
@@ -163,9 +163,9 @@ def list_best(
 
 @triton.jit
 def match_lists(lists, pointers, partner, count, free, BLOCK: tl.constexpr, LISTED: tl.constexpr):
-    """Match as long as the lists last, one program alone; who is free then.
+    """Match in one program until the lists are used up; returns which items are still free.
 
-    pointers (2, count): the favourite of everyone, as it was and as it will be.
+    pointers (2, count): whom each item points at, in this round and in the next.
     """
     items = tl.arange(0, BLOCK)
     inside = items < count
@@ -202,9 +202,9 @@ def match_lists(lists, pointers, partner, count, free, BLOCK: tl.constexpr, LIST
 
 @triton.jit
 def write_pairs(S, partner, pairs, worth, n, VALUE: tl.constexpr, BLOCK: tl.constexpr):
-    """The list of pairs from everybody's partner; the axis that rests comes last, twice.
+    """Write the list of pairs, given each axis's partner; an unpaired axis comes last, twice.
 
-    A rounding of prices is written only where it is worth more than what stands there.
+    A matching by prices is written only if it weighs more than the pairs already there.
     """
     axes = tl.arange(0, BLOCK)
     other = tl.load(partner + axes, mask=axes < n, other=-1)
@@ -226,7 +226,7 @@ def write_pairs(S, partner, pairs, worth, n, VALUE: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def exchange_pairs(S, unit, partner, pairs, n, count, BLOCK: tl.constexpr):
-    """Exchange the matched pairs where that gains; the axis that rests stays last, twice."""
+    """Exchange the axes of matched pairs where that gains; an unpaired axis stays last, twice."""
     p = tl.arange(0, BLOCK)
     q = tl.load(partner + p, mask=p < count, other=-1)
     chosen = (p < count) & (q > p)

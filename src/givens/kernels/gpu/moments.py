@@ -46,7 +46,7 @@ def check_kernel(
 
 @triton.jit
 def is_wrong_rate(rate):
-    """Whether a rate is none that descends, the twin of `check_rate`; NaN is wrong too."""
+    """Whether a rate is invalid, NaN included: the twin of `check_rate`."""
     return ((rate >= 0) & (rate <= MOST)).to(tl.int32) ^ 1
 
 
@@ -96,7 +96,7 @@ def product_kernel(
 @triton.jit
 def plain_rate(lr, share, step, log_beta1, log_beta2, RATE_ON_DEVICE: tl.constexpr,
                ADAPT: tl.constexpr):  # fmt: skip
-    """The twin of `Options.rate`, for the step that is being done."""
+    """The twin of `Options.rate`, for the current step."""
     t = (tl.load(step) + 1).to(tl.float64)
     rate = 0.0 * t + (tl.load(lr) if RATE_ON_DEVICE else lr)
     rate = rate * share
@@ -189,7 +189,7 @@ def moments_kernel(
 @triton.jit
 def settle(foresight, misses, step, skipped, flags, count, batch, n, tiles, beta2,
            ADAPT: tl.constexpr, ALL: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Count the step, and blend what was foretold; one program, when nobody reads them any more."""
+    """Count the step and update the foresight: one program, after all others have read them."""
     if is_bad(flags, count, ALL):
         tl.store(skipped, tl.load(skipped) + 1)
     else:
