@@ -179,6 +179,7 @@ def test_on_the_command_line(data, tmp_path):
     ("options", "message"),
     [
         (["--stream"], "stream must be left out for log: Parquet files are read user by user"),
+        (["--dim", "63"], "dim must be divisible by subspaces"),
         (["--hash-items", "0"], "hash_items must be at least 1, but got hash_items=0"),
         (["--min-items", "99999"], "log has no valid users: none has 99999 items"),
     ],
@@ -189,3 +190,5 @@ def test_bad_options_are_one_line(data, tmp_path, options, message):
     assert done.code == 1
     assert done.error.startswith(f"givens: {message}")
     assert len(done.error.splitlines()) == 1
+    # Refused before the log was read.
+    assert not (tmp_path / "run" / "log.safetensors").exists()

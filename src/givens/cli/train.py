@@ -143,7 +143,7 @@ def _train(
 ) -> None:
     """Run the command, as one process or as one rank of several."""
     from givens.retrieval.data import click_log
-    from givens.retrieval.readers import read
+    from givens.retrieval.readers import is_parquet, read
     from givens.retrieval.train import CHECKPOINT
     from givens.retrieval.train import train as train_towers
 
@@ -151,6 +151,11 @@ def _train(
     place = distributed.join(out.check_device(device))
     if (output / CHECKPOINT).exists() and not resume:
         raise ValueError(f"{output} holds a run; go on with --resume, or choose another folder")
+    chosen = cast(Size, size or ("small" if data is None else "large"))
+    # Before the log is read, which may take long.
+    early = config_for(None, size=chosen, **options)
+    if data is not None and data.exists():
+        early.check_order(data.name, streamed=is_parquet(data))
     inside = data.iterdir() if data is not None and data.is_dir() else ()
     out.check_folder(output, (*WRITTEN, CHECKPOINT), [data, *inside])
     if data is None:
@@ -166,8 +171,7 @@ def _train(
             log = read(data, **rules, folder=output, tell=typer.echo, progress=show)
     else:
         log = read(data, **rules, folder=output)
-    size = size or ("small" if data is None else "large")
-    config = config_for(log, size=cast(Size, size), **options)
+    config = config_for(log, size=chosen, **options)
     config.check(log)
     if not distributed.is_first():
         train_towers(log, config, output, resume=resume, device=place)

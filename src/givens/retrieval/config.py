@@ -203,30 +203,34 @@ class Config:
                 )
         if not self.history and log.words is None:
             raise ValueError("history must be at least 1 where a log has no words, but got 0")
-        if self.stream and log.streamed:
-            raise ValueError(
-                f"stream must be left out for {log.name}: Parquet files are read user by user, not "
-                "in order of time"
-            )
+        self.check_order(log.name, streamed=log.streamed)
         if self.batch % distributed.count():
             raise ValueError(
                 f"batch must be divisible by the number of ranks, but got batch={self.batch} "
                 f"for {distributed.count()}"
             )
 
+    def check_order(self, name: str, *, streamed: bool) -> None:
+        """Refuse an order of time in a log that is read user by user."""
+        if self.stream and streamed:
+            raise ValueError(
+                f"stream must be left out for {name}: Parquet files are read user by user, not in "
+                "order of time"
+            )
 
-def config_for(log: Log, *, size: Size = "large", **options: Any) -> Config:
+
+def config_for(log: Log | None, *, size: Size = "large", **options: Any) -> Config:
     """A configuration for a log.
 
     Args:
-        log: the log to train on.
+        log: the log to train on; None checks the options before a log is read.
         size: "small" and "medium" are for CPUs; "large" suits a GPU, and follows the number of
             items of the log.
         options: of `Config`, in the place of those of the size; None counts as not given.
     """
     check_choice("size", size, SIZES)
     chosen = dict(SIZES[size])
-    if size == "large" and log.catalogue > MOST_ITEMS:
+    if size == "large" and log is not None and log.catalogue > MOST_ITEMS:
         chosen["negatives"] = SHARED
         if log.catalogue > LARGE:
             chosen |= {"batch": 4096, "warmup": 3000, "steps": 1000}

@@ -76,7 +76,7 @@ def read(
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no log {path}")
-    if _is_parquet(path):
+    if is_parquet(path):
         from givens.retrieval.streamed import read_streamed
 
         return read_streamed(
@@ -109,13 +109,13 @@ def read(
     )
 
 
-def _is_parquet(path: Path) -> bool:
+def is_parquet(path: Path) -> bool:
     """Whether a log is in Parquet files: also in those of a folder's partitions, as day=1."""
     if path.is_file():
         return path.suffix == PARQUET
     known = [path / name for name in ("ratings.dat", "ratings.csv", "train.txt")]
     return not any(one.exists() for one in known) and any(
-        inside.suffix == PARQUET if inside.is_file() else "=" in inside.name and _is_parquet(inside)
+        inside.suffix == PARQUET if inside.is_file() else "=" in inside.name and is_parquet(inside)
         for inside in path.iterdir()
     )
 
