@@ -1,10 +1,7 @@
 """Under DistributedDataParallel every rank ends with the same R, bit for bit (gloo, on a CPU)."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from ranks import finish, start
 
 SCRIPT = """
 import os
@@ -17,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import givens
 
-store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(1)
+store, rank, world = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 n = 16
 for pairing in ("random", "greedy", "steepest", "overlapping-random"):
@@ -54,16 +50,4 @@ os._exit(0)
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_agree_to_the_last_bit(world, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, tmp_path / "store", str(rank), str(world)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=240)
-        assert rank.returncode == 0, errors
+    finish(start(SCRIPT, world, tmp_path / "store"))

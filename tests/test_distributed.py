@@ -1,11 +1,8 @@
 """What ranks exchange (gloo, on a CPU), against one process that has it all."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from ranks import finish, start
 
 from givens import distributed
 
@@ -18,8 +15,7 @@ import torch.distributed as dist
 
 from givens import distributed
 
-store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(1)
+store, rank, world = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 mixed = torch.linspace(1, 2, world)
 for total in (1, world, 10, 11):
@@ -107,19 +103,7 @@ os._exit(0)
 
 
 def test_three_ranks_exchange_what_one_has(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, tmp_path / "store", str(rank), "3"],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors
+    finish(start(SCRIPT, 3, tmp_path / "store"))
 
 
 def test_one_alone_exchanges_nothing():

@@ -1,13 +1,11 @@
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import oracles
 import pytest
 import torch
+from ranks import finish, start
 from torch import nn
 
 import givens
@@ -394,26 +392,6 @@ def test_bad_input(act, message):
         act()
 
 
-def in_a_process(script, *arguments):
-    """Start Python without the tests' shape checker, which neither compiler nor ranks need."""
-    command = [
-        sys.executable,
-        "-W",
-        "error::UserWarning:givens",
-        "-c",
-        script,
-        *map(str, arguments),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def finish(*processes):
-    for process in processes:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors
-
-
 COMPILED = """
 import copy, torch, givens
 
@@ -442,8 +420,8 @@ for coarse, metric, update in ((0, "l2", "gradient"), (3, "cosine", "ema")):
 """
 
 
-def test_compiled_it_is_the_same_without_a_break():
-    finish(in_a_process(COMPILED))
+def test_compiled_it_is_the_same_without_a_break(tmp_path):
+    finish(start(COMPILED, 1, tmp_path / "alone"))
 
 
 RANKS = """
@@ -452,7 +430,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-store, rank = sys.argv[1], int(sys.argv[2])
+store, rank = sys.argv[1], int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 data = torch.randn(12, 64, 16, generator=torch.Generator().manual_seed(1))
 rows = slice(32 * rank, 32 * rank + 32)
@@ -521,7 +499,7 @@ os._exit(0)
 
 
 def test_ranks_are_one(tmp_path):
-    finish(*[in_a_process(RANKS, tmp_path / "store", rank) for rank in range(2)])
+    finish(start(RANKS, 2, tmp_path / "store"))
 
 
 @pytest.mark.cuda

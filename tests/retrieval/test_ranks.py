@@ -12,6 +12,7 @@ import faiss
 import numpy as np
 import pytest
 import torch
+from ranks import finish, start
 
 from givens import load
 from givens.export.faiss import load_index
@@ -23,32 +24,6 @@ from givens.retrieval.train import train
 from givens.storage import files
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def start(script, world, *arguments):
-    """Start the ranks of a script."""
-    return [
-        subprocess.Popen(
-            [sys.executable, "-W", "error::UserWarning:givens", "-c", script, *map(str, arguments)],
-            env={**ENVIRONMENT, "RANK": str(rank), "WORLD_SIZE": str(world)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-
-
-def finish(processes):
-    """Wait for all of them; one that waits for ever, for another that failed, is ended."""
-    until, told = time.monotonic() + 600, []
-    for process in processes:
-        try:
-            _, errors = process.communicate(timeout=max(until - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            _, errors = process.communicate()
-        told.append((process.returncode, errors))
-    assert all(code == 0 for code, _ in told), told
 
 
 TRAINED = """
@@ -69,7 +44,6 @@ from givens.retrieval.trainer import Trainer
 
 store, output, device = sys.argv[1:]
 world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-torch.set_num_threads(1)
 if world > 1:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 
@@ -404,7 +378,6 @@ from torch.distributed.tensor import DTensor
 import givens
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=world)
 mesh = init_device_mesh("cpu", (world,))
 n, heads = 16, 3

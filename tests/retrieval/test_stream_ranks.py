@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from ranks import finish, start
 from test_cli import main_in_process
-from test_ranks import finish, start, torchrun
+from test_ranks import torchrun
 
 from givens.retrieval import parquet
 
@@ -26,7 +27,6 @@ from givens.retrieval.trainer import Trainer
 
 store, data, output = sys.argv[1:]
 world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-torch.set_num_threads(1)
 if world > 1:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 streams.WINDOW = 300
