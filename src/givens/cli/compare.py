@@ -21,14 +21,14 @@ def compare(
         typer.Option(help="Query vectors; if left out, 1,000 of the vectors, held out."),
     ] = None,
     sizes: Annotated[
-        str, typer.Option("--bytes", help="Bytes a vector, with commas between them.")
+        str, typer.Option("--bytes", help="Bytes a vector, comma-separated.")
     ] = "16,32,64,96",
     minutes: Annotated[
         float | None, typer.Option(help="Time budget: nothing is started that would exceed it.")
     ] = None,
     metric: Annotated[str, typer.Option(help="l2, ip or cosine.")] = "l2",
     methods: Annotated[
-        str | None, typer.Option(help="Which, with commas between them; all if left out.")
+        str | None, typer.Option(help="Methods to compare, comma-separated; all if left out.")
     ] = None,
     sample: Annotated[
         int, typer.Option(help="Vectors to search at most, drawn by the seed; 0 for all.")

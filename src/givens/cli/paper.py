@@ -29,7 +29,7 @@ SMALL |= {"every": 10, "iterations": 5}
 def fig4(
     output: Output,
     device: Device = "cpu",
-    dims: Annotated[str, typer.Option(help="Sizes n, with commas between.")] = "",
+    dims: Annotated[str, typer.Option(help="Sizes n, comma-separated.")] = "",
     rows: Annotated[
         Path | None, typer.Option(help="Draw the picture from rows that were measured before.")
     ] = None,
@@ -135,19 +135,22 @@ def _fig2(part: str, data: Path, output: Path, device: str, iterations: int, smo
 
 
 Log = Annotated[
-    Path | None, typer.Option("--data", help="Folder or file of a log; the built-in one if none.")
+    Path | None,
+    typer.Option("--data", help="Folder or file of a log; the built-in one if left out."),
 ]
-Seeds = Annotated[int | None, typer.Option(help="Runs of each method.")]
-Steps = Annotated[int | None, typer.Option(help="Steps with the index.")]
-Methods = Annotated[str, typer.Option(help="With commas between; all of them if none.")]
-Warmup = Annotated[int | None, typer.Option(help="Steps without it.")]
-Kind = Annotated[str, typer.Option("--size", help="small or medium for a CPU; large.")]
-Bytes = Annotated[str, typer.Option(help="Bytes of a code, with commas between.")]
-Coarse = Annotated[int | None, typer.Option(help="Lists of an inverted file.")]
-Dim = Annotated[int | None, typer.Option(help="Of the embeddings.")]
+Seeds = Annotated[int | None, typer.Option(help="Number of seeds for each method.")]
+Steps = Annotated[int | None, typer.Option(help="Joint steps, with the index.")]
+Methods = Annotated[str, typer.Option(help="Methods to compare, comma-separated; all if left out.")]
+Warmup = Annotated[int | None, typer.Option(help="Warm-up steps, without the index.")]
+Kind = Annotated[str, typer.Option("--size", help="small or medium (for CPUs), or large.")]
+Bytes = Annotated[str, typer.Option(help="Bytes of a code, comma-separated.")]
+Coarse = Annotated[int | None, typer.Option(help="Lists of an inverted file; none if left out.")]
+Dim = Annotated[int | None, typer.Option(help="Dimension of the embeddings.")]
 Angle = Annotated[
     float | None,
-    typer.Option(help="R's angle for every method, and the given rates, instead of a search."),
+    typer.Option(
+        help="One angle for every method, at the default rates; searched for if left out."
+    ),
 ]
 
 
@@ -204,7 +207,7 @@ def table1(
     Example: givens paper table1 --data ml-1m -o results --device cuda --sizes 8,16,32
     """
     from givens.paper import table1
-    from givens.paper.joint import METHODS, MORE, SEEDS, Runs, comparable, log_for, p_value
+    from givens.paper.joint import METHODS, MORE, SEEDS, Runs, log_for, p_value, select_comparable
 
     # Fail before the work if a package is missing.
     p_value([0.0, 1.0], [1.0, 2.0])
@@ -230,7 +233,7 @@ def table1(
         table1.run(runs, log, configs, rates, more=more)
     written = output / table
     # Including the rows of earlier runs, with other sizes and methods.
-    lines = table1.table(comparable(runs.rows, log, configs[0]), log)
+    lines = table1.table(select_comparable(runs.rows, log, configs[0]), log)
     with files.replacing(written) as temporary:
         temporary.write_text("\n".join(lines) + "\n", "utf-8")
     for line in lines:
@@ -252,7 +255,7 @@ def when(
     from givens.paper.joint import SEEDS, Runs
 
     pyplot = out.import_pyplot()
-    made = when.logs(data, smoke=smoke)
+    made = when.open_logs(data, smoke=smoke)
     count = (2 if smoke else SEEDS) if seeds is None else seeds
     options = {"dim": dim, "warmup": warmup, "steps": steps}
     log = made[when.KINDS[0]]
@@ -387,5 +390,7 @@ def _parse_sizes(text: str, name: str = "--dims") -> tuple[int, ...]:
     except ValueError:
         sizes = (0,)
     if any(n < 2 for n in sizes):
-        raise ValueError(f"{name} must be numbers from 2 on with commas between, but got {text!r}")
+        raise ValueError(
+            f"{name} must be comma-separated numbers, each at least 2, but got {text!r}"
+        )
     return sizes

@@ -304,7 +304,7 @@ class IndexLayer(nn.Module):
         return lists, Y - self.coarse[lists]
 
     def _quantize(self, residual: Tensor, *, count: bool) -> Quantized:
-        """Quantize residuals; with `counted`, update the moving averages."""
+        """Quantize residuals; with `count`, update the moving averages."""
         usage, share = None, (1 - self.decay) / max(len(residual), 1)
         count = count and len(residual) > 0
         if count and self.sums is None:
