@@ -52,7 +52,7 @@ def test_names_of_a_list_that_is_not_the_index_s_are_not_taken(words, tmp_path):
     invoke("fit", "x.npy", "-o", "q.safetensors", "--subspaces", 4, "--codewords", 16)
     invoke("build", "q.safetensors", "x.npy", "-o", "index.faiss")
     (tmp_path / "items.txt").write_text("something\nelse\n")
-    assert out.read_names(tmp_path / "index.faiss") is None
+    assert out.read_names(tmp_path / "index.faiss", {0}) is None
 
 
 @pytest.mark.parametrize("kind", ["pq", "hnswpq", "ivfpq"])

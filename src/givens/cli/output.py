@@ -8,7 +8,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -178,12 +178,18 @@ def write_names(index: Path, names: Sequence[str] | None) -> None:
         temporary.write_text(text, "utf-8", newline="\n")
 
 
-def read_names(index: Path) -> list[str] | None:
-    """The names of an index's vectors: from `givens build`, or items.txt of `givens train`."""
+def read_names(index: Path, ids: Container[int]) -> dict[int, str] | None:
+    """The names of some of an index's vectors, by id; None if they have no names.
+
+    They come from `givens build`, or from items.txt of `givens train`: millions of lines, maybe.
+    """
     path = get_names_path(index)
     if not path.is_file() and "log" in read_record(index):
         path = index.with_name("items.txt")
-    return path.read_text("utf-8").split("\n")[:-1] if path.is_file() else None
+    if not path.is_file():
+        return None
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        return {i: line.removesuffix("\n") for i, line in enumerate(lines) if i in ids}
 
 
 def read_record(path: Path) -> dict[str, Any]:

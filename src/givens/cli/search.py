@@ -100,12 +100,11 @@ def search(
         + ("" if rerank is None else f", {wanted} candidates each ranked again")
     )
     if output is None:
-        names = out.read_names(index) if ids is None else None
-        for row in range(min(len(Q), 10)):
-            called = [
-                str(i) if names is None or not 0 <= i < len(names) else names[i] for i in found[row]
-            ]
-            typer.echo(f"{row}: " + (" " if names is None else ", ").join(called))
+        shown = found[:10]
+        called = out.read_names(index, set(shown.ravel().tolist())) if ids is None else None
+        for row, near in enumerate(shown):
+            words = [(called or {}).get(i, str(i)) for i in near]
+            typer.echo(f"{row}: " + (" " if called is None else ", ").join(words))
         typer.echo("Next: the same with -o neighbours.npy, for all of them")
     else:
         typer.echo(f"Written: {output}, {output}.json")
