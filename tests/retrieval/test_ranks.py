@@ -86,6 +86,7 @@ runs = {
     "pogo": {"steps": 20, "method": "pogo"},
     "many items": {"steps": 20, "negatives": 101},
     "many items, lists": {"steps": 10, "negatives": 101, "coarse": 8, "fixed_items": True},
+    "many items, jpq": {"steps": 20, "method": "jpq", "coarse": 8, "negatives": 101},
     "many items, post-hoc": {"method": "post-hoc", "steps": 0, "negatives": 101, "pool": "mean"},
     "many items, to the end": {"warmup": 150, "steps": 50, "dim": 32, "subspaces": 8,
                                "codewords": 64, "batch": 256, "every": 50, "negatives": 101},
@@ -326,10 +327,10 @@ def test_a_rank_that_dies_stops_all_and_more_go_on(tmp_path):
     assert json.loads((folder / "config.json").read_text())["configuration"]["ranks"] == 2
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_ranks_that_are_stopped_say_so_once(tmp_path, how):
+@pytest.mark.parametrize(("how", "world"), [(signal.SIGINT, 4), (signal.SIGTERM, 2)])
+def test_ranks_that_are_stopped_say_so_once(tmp_path, how, world):
     folder, data = tmp_path / "run", clicks(tmp_path / "clicks.txt")
-    process = torchrun(4, *OPTIONS, "--data", data, "-o", folder)
+    process = torchrun(world, *OPTIONS, "--data", data, "-o", folder)
     wait(process, folder)
     # As a terminal does, which stops torchrun and its ranks.
     os.killpg(process.pid, how)

@@ -4,8 +4,6 @@ import dataclasses
 import gc
 import json
 import signal
-import subprocess
-import sys
 import time
 import weakref
 from typing import get_args
@@ -13,6 +11,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from ranks import finish, start
 
 import givens
 from givens.export.faiss import load_index
@@ -276,6 +275,15 @@ def test_a_query_is_words_without_a_history():
     assert results["index"]["ndcg@10"] > 1.2 * results["popularity"]["ndcg@10"]
 
 
+COMMAND = """
+import sys
+from givens.cli import main
+
+del sys.argv[1]
+main()
+"""
+
+
 def test_killed_and_resumed_bit_for_bit(tmp_path):
     """A run that is killed ends as one that is not."""
     plain = tmp_path / "plain.txt"
@@ -283,29 +291,23 @@ def test_killed_and_resumed_bit_for_bit(tmp_path):
     users, clicks = 200, 20
     items = (rng.integers(0, 60, (users, 1)) + rng.integers(0, 10, (users, clicks))) % 60
     plain.write_text("".join(f"{u} {i}\n" for u in range(users) for i in items[u]))
-    options = "--warmup 60 --steps 300 --every 10 --dim 16 --subspaces 4 --codewords 16 --batch 64"
+    options = "--warmup 40 --steps 120 --every 10 --dim 16 --subspaces 4 --codewords 16 --batch 64"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
-    def start(folder, *more):
-        command = [sys.executable, "-m", "givens", "train", "-o", str(folder), "--data", str(plain)]
-        return subprocess.Popen(
-            [*command, *options.split(), *more], text=True, stderr=-1, stdout=-1
-        )
+    def begin(folder, *more):
+        command = ["train", "-o", folder, "--data", plain, *options.split(), *more]
+        return start(COMMAND, 1, folder, *command)
 
-    together = [start(whole), start(killed)]
-    file = killed / "checkpoint.safetensors"
-    while together[1].poll() is None:
-        if file.exists() and files.read_header(file).metadata["step"] >= 100:
+    together = [*begin(whole), *begin(killed)]
+    file, process = killed / "checkpoint.safetensors", together[1].process
+    while process.is_alive():
+        if file.exists() and files.read_header(file).metadata["step"] >= 80:
             break
         time.sleep(0.01)
-    together[1].send_signal(signal.SIGKILL)
-    for process in together:
-        process.communicate()
-    assert [process.returncode for process in together] == [0, -signal.SIGKILL]
-    assert files.read_header(file).metadata["step"] < 360
-    process = start(killed, "--resume")
-    _, error = process.communicate()
-    assert process.returncode == 0, error
+    process.kill()
+    finish(together, [0, -signal.SIGKILL])
+    assert files.read_header(file).metadata["step"] < 160
+    finish(begin(killed, "--resume"))
     for name in ("towers.safetensors", "quantizer.safetensors", "metrics.jsonl", "results.json"):
         assert (whole / name).read_bytes() == (killed / name).read_bytes(), name
     assert (whole / "index.faiss").read_bytes() == (killed / "index.faiss").read_bytes()
