@@ -4,8 +4,9 @@
     python benchmarks/activations.py --json … --time-json … --time
     python benchmarks/activations.py --json … --time-json … --table --plot results/activations.png
 
-The rule of learn.py: each method's rate is the best of a grid of factor √10 on hidden seeds, which
-have another layer and other texts than those shown, and the grid is widened at its edge.
+Rates are chosen as in learn.py: each method has the best rate of a grid of factor √10 on hidden
+seeds, which use another layer and other texts than the shown seeds, and the grid is widened at its
+edge.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import curves
 import learn
 import torch
-from minilm import LEVELS, Input, collect_inputs, load_model, manual, output_error
+from minilm import LEVELS, Input, collect_inputs, load_model, output_error, read_manual
 from problems import Problem
 from torch import Tensor
 
@@ -36,7 +37,7 @@ ROUNDS, JUDGED = 9, 512
 
 
 class Place(NamedTuple):
-    """A problem: the inputs of which layer, in the block of the rates and in that shown."""
+    """A problem: a layer whose inputs are rotated, its size and the steps."""
 
     layer: str
     n: int
@@ -49,7 +50,7 @@ OTHERS = ("kurtosis", "whip", "output", "kurtosis of inputs", "whip of inputs")
 LONGER = "attention by peak in 130 steps"
 PLACES = {
     "attention": Place("attention.qkv", 384, 80),
-    # As long as 80 steps of POGO, Cayley SGD, QR or every plane.
+    # Takes as long as 80 steps of POGO, Cayley SGD, QR or GCD with all planes.
     LONGER: Place("attention.qkv", 384, 130),
     **{f"attention by {loss}": Place("attention.qkv", 384, 80, loss) for loss in OTHERS},
     "ffn": Place("output.dense", 1536, 15, hidden_seeds=1),
@@ -59,26 +60,27 @@ SHOWN_BLOCK, HIDDEN_BLOCK = 3, 1
 
 
 def kurtosis(Y: Tensor) -> Tensor:
-    """KurTail's: the fourth moment over the square of the second."""
+    """KurTail's loss: the fourth moment over the square of the second."""
     return Y.pow(4).mean() / Y.square().mean().square()
 
 
 def whip(Y: Tensor) -> Tensor:
-    """DartQuant's: small where no number is near zero, once rows have a root mean square of 1."""
+    """DartQuant's loss: small if no entry is near zero, with rows scaled to a mean square of 1."""
     return (-(Y / Y.square().mean(1, keepdim=True).sqrt()).abs()).exp().mean()
 
 
 def straight_through(Y: Tensor) -> Tensor:
-    """Y rounded; the gradient holds what each number loses, in steps, fixed and lets steps move.
+    """Y rounded to multiples of its rows' steps, with a gradient through the steps only.
 
-    With fixed steps the errors of inputs and weights would cancel in the gradient of R.
+    The rounding error in units of a step is held fixed. With fixed steps, the errors of inputs and
+    weights would cancel in the gradient of R.
     """
     step = Y.abs().amax(1, keepdim=True) / LEVELS
     return Y + step * ((Y / step).round() - Y / step).detach()
 
 
 def loss_of_output(Y: Tensor, Z: Tensor) -> Tensor:
-    """SpinQuant's, for one layer: what rounding does to the output."""
+    """SpinQuant's loss for one layer: the relative error of its output."""
     exact = (Y @ Z.mT).detach()
     lost = straight_through(Y) @ straight_through(Z).mT - exact
     return lost.square().sum() / exact.square().sum()
@@ -97,14 +99,14 @@ for name, part in PARTS.items():
 
 @functools.cache
 def read_texts(hidden: bool, smoke: bool) -> tuple[dict[str, Input], dict[str, Input]]:
-    """Inputs to learn from and inputs to judge by, of texts that only these seeds see."""
-    model, texts = load_model(smoke), manual()[256:]
+    """Inputs for training and for evaluation; hidden and shown seeds have different texts."""
+    model, texts = load_model(smoke), read_manual()[256:]
     first, second, third = (128, 224, 256) if hidden else (0, 96, 128)
     return collect_inputs(model, texts[first:second]), collect_inputs(model, texts[second:third])
 
 
 class Activations(Problem):
-    """A rotation before one 4-bit layer. Figure: the part of the held-out output that is lost."""
+    """A rotation before one 4-bit layer. Figure: the relative error of the held-out output."""
 
     def __init__(self, place: Place, smoke: bool, n: int, seed: int, device: str) -> None:
         super().__init__(n, seed, device)
@@ -117,22 +119,22 @@ class Activations(Problem):
         self.loss_of = LOSSES[place.loss]
 
     def draw_batch(self) -> tuple[Tensor, ...]:
-        """Some tokens and some rows of the weights."""
+        """A batch of tokens and of rows of the weights."""
         sizes = ((self.X, EXAMPLE["TOKENS"]), (self.M, EXAMPLE["ROWS"]))
         return tuple(Y[torch.randint(len(Y), (count,), generator=self.draws)] for Y, count in sizes)
 
     def loss(self, W: Tensor, *batch: Tensor) -> Tensor:
-        """What is differentiated."""
+        """The loss of a batch."""
         x, w = batch
         return self.loss_of(x @ W.mT, w @ W.mT)
 
     def figure(self, W: Tensor) -> Tensor:
-        """What 4 bits lose."""
+        """The relative error of the held-out output."""
         return torch.tensor(output_error(self.unseen, self.M, W.detach().mT))
 
 
 def register(smoke: bool) -> dict[str, Place]:
-    """Make the problems known to `learn` and `curves`; in a small transformer they are small."""
+    """Register the problems in `learn` and `curves`; with `smoke`, those of a small transformer."""
     learn.METHODS.update(METHODS)
     places = {}
     for name, place in PLACES.items():
@@ -145,20 +147,20 @@ def register(smoke: bool) -> dict[str, Place]:
     return places
 
 
-def methods_for(name: str, methods: list[str]) -> list[str]:
-    """Every method learns the layers, and GCD alone learns one of them in other ways."""
+def select_methods(name: str, methods: list[str]) -> list[str]:
+    """All methods for the main problems; GCD only for other losses and lengths."""
     return ["gcd"] if " by " in name else methods
 
 
 def train(run: learn.Run) -> Future[dict[str, Any]]:
-    """A training, done at once."""
+    """Train at once; returns a finished future."""
     future: Future[dict[str, Any]] = Future()
     future.set_result(learn.train(run))
     return future
 
 
 def time_steps(name: str, n: int, rates: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Median processor times of a whole training step, the methods taking turns."""
+    """Median processor time of a training step, the methods taking turns."""
     steps = {m: learn.make_timed_step(name, n, m, lr, "cpu") for m, lr in rates.items()}
     times: dict[str, list[float]] = {method: [] for method in rates}
     for turn in range(ROUNDS + 1):
@@ -178,15 +180,17 @@ def time_steps(name: str, n: int, rates: dict[str, float]) -> Iterator[dict[str,
 
 
 def format_tables(found: rows.Rows, times: rows.Rows) -> str:
-    """A Markdown table for each layer, and one for the losses that GCD was given."""
+    """A Markdown table for each layer, and one for the losses of GCD."""
     lines, losses = [], []
     for (name, n), methods in curves.gather(found, times).items():
         if " by " in name:
-            losses.append(f"| {name.partition(' by ')[2]} | {told(methods['gcd'].figures)} |")
+            losses.append(
+                f"| {name.partition(' by ')[2]} | {format_figures(methods['gcd'].figures)} |"
+            )
             continue
         if name == "attention":
-            losses.append(f"| peak | {told(methods['gcd'].figures)} |")
-        # So long takes the quickest.
+            losses.append(f"| peak | {format_figures(methods['gcd'].figures)} |")
+        # The time of the fastest method.
         budget = min(total_ms(result) for result in methods.values())
         steps, start = next(iter(methods.values())).steps, next(iter(methods.values())).curve[0]
         lines += [f"\n**{TITLES[name]}, n = {n}**\n"]
@@ -200,7 +204,7 @@ def format_tables(found: rows.Rows, times: rows.Rows) -> str:
             known = [k for k, step in enumerate(at) if step <= budget / total_ms(result) * steps]
             reach = curves.time_to_reach(result, methods["cayley"].mean)
             lines += [
-                f"| {method} | {told(result.figures)} | {result.curve[known[-1]]:.2%} "
+                f"| {method} | {format_figures(result.figures)} | {result.curve[known[-1]]:.2%} "
                 f"| {total_ms(result) / steps:.3g} | {'–' if reach is None else f'{reach:.0f}'} "
                 f"| {result.lr:g} | {result.orthogonality_error:.0e} |"
             ]
@@ -210,7 +214,7 @@ def format_tables(found: rows.Rows, times: rows.Rows) -> str:
 
 
 def plot(found: rows.Rows, times: rows.Rows, path: Path) -> None:
-    """The held-out loss against time, a panel for each layer."""
+    """Draw the held-out error against time, with a panel for each layer."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -232,7 +236,7 @@ def plot(found: rows.Rows, times: rows.Rows, path: Path) -> None:
             at = [step * share for step in curves.points(result.steps)]
             axes.plot(at, [100 * y for y in result.curve], label=label, **style)
         least = min(result.curve[-1] for result in methods.values())
-        # Some leap at first to where nothing is to be seen.
+        # Some curves jump far up in the first steps.
         axes.set_ylim(95 * least, 1.05 * start)
         axes.set_title(f"{TITLES[name]}, n = {n}", fontsize=10)
         axes.set_xlabel("seconds of training", fontsize=9)
@@ -246,7 +250,7 @@ def plot(found: rows.Rows, times: rows.Rows, path: Path) -> None:
     rows.save_picture(pyplot, figure, caption, path)
 
 
-def told(figures: list[float]) -> str:
+def format_figures(figures: list[float]) -> str:
     """Mean and standard deviation in percent."""
     spread = statistics.stdev(figures) if len(figures) > 1 else 0.0
     return f"{statistics.fmean(figures):.3%} ± {100 * spread:.3f}"
@@ -264,9 +268,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", default=",".join(PLACES))
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--seeds", type=int, default=5, help="that are shown")
+    parser.add_argument("--seeds", type=int, default=5, help="number of shown seeds")
     parser.add_argument("--json", type=Path, required=True, help="rows of the runs")
-    parser.add_argument("--resume", action="store_true", help="keep the rows and run what is left")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows and run what is missing"
+    )
     parser.add_argument("--smoke", action="store_true", help="a small random transformer")
     parser.add_argument("--time", action="store_true", help="time the steps of the methods in rows")
     parser.add_argument("--time-json", type=Path, help="rows of the times")
@@ -280,7 +286,7 @@ def main() -> None:
         for name in wanted:
             n, steps = places[name].n, places[name].steps
             searches = []
-            for method in methods_for(name, given.methods.split(",")):
+            for method in select_methods(name, given.methods.split(",")):
                 search = learn.Search(name, n, method, steps, given.seeds, given.smoke)
                 search.hidden = search.hidden[: places[name].hidden_seeds]
                 searches.append(search)
@@ -293,7 +299,7 @@ def main() -> None:
     found = rows.read(given.json)
     if given.time:
         times = []
-        for (name, n), rates in learn.chosen_rates(found).items():
+        for (name, n), rates in learn.select_rates(found).items():
             for row in time_steps(name, n, rates):
                 print("{problem} {method:12} {median_us:10.1f} µs".format(**row))
                 times.append(row)

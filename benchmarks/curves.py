@@ -1,13 +1,13 @@
-"""What the rows of `learn.py` say: a table, and a picture of loss against time."""
+"""The rows of `learn.py` as a table, and as a picture of loss against time."""
 
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from givens.paper.rows import Rows, plain_ticks, save_picture
+from givens.paper.rows import Rows, save_picture, set_plain_ticks
 
 POINTS = 50
-# Opponents have a colour each; GCD's are shades of one, the paper's of another.
+# Every opponent has a colour; GCD has shades of one, the paper's variants shades of another.
 STYLES: dict[str, dict[str, Any]] = {
     "gcd": {"color": "#c1121f", "lw": 3, "zorder": 5},
     "gcd-all": {"color": "#c1121f", "lw": 1.5, "ls": "--"},
@@ -33,29 +33,32 @@ UNITS = {
     "copying": "symbols wrong",
     "far-rotation": "held-out squared error",
     "codebooks": "held-out distortion",
+    "regression": "held-out relative error",
+    "eigenvectors": "cost above its least, relative",
+    "components": "1 − correlation with the source",
 }
 
 
 class Result(NamedTuple):
-    """A method on a problem: the shown seeds at its rate."""
+    """A method on a problem: its shown seeds, at its rate."""
 
     lr: float
     figures: list[float]
     failed: int
     curve: list[float]
-    """Means at `points(steps)`, as far as all seeds went."""
+    """Means over seeds at `points(steps)`, as far as all seeds got."""
     steps: int
     orthogonality_error: float
     median_us: float | None
 
     @property
     def mean(self) -> float:
-        """The mean figure, infinite if a seed failed."""
+        """The mean figure; infinite if a seed failed."""
         return float("inf") if self.failed else statistics.fmean(self.figures)
 
 
 def points(steps: int) -> list[int]:
-    """The steps at which a curve has its figures, about 50 and the last."""
+    """The steps at which figures are measured: about 50, and the last one."""
     return sorted({round(steps * point / POINTS) for point in range(POINTS + 1)})
 
 
@@ -89,11 +92,11 @@ def gather(found: Rows, times: Rows) -> dict[tuple[str, int], dict[str, Result]]
 
 
 def time_to_reach(result: Result, figure: float) -> float | None:
-    """Milliseconds until the mean curve is down to a figure, None if it never is."""
+    """Milliseconds until the mean curve reaches a figure; None if it never does."""
     if result.median_us is None:
         return None
     for step, value in zip(points(result.steps), result.curve, strict=False):
-        # A curve is kept to five digits.
+        # Curves are rounded to five digits.
         if value <= figure * (1 + 1e-4):
             return step * result.median_us / 1e3
     return None
@@ -122,7 +125,7 @@ def format_table(found: Rows, times: Rows) -> str:
 
 
 def plot(found: Rows, times: Rows, path: Path) -> None:
-    """One panel a problem: mean figure of the shown seeds against milliseconds of training."""
+    """Draw the mean figure of the shown seeds against training time, one panel for each problem."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -148,12 +151,12 @@ def plot(found: Rows, times: Rows, path: Path) -> None:
         axes.set_xlabel("ms of training", fontsize=8)
         axes.set_ylabel(UNITS[problem], fontsize=8)
         axes.set_xscale("log")
-        plain_ticks(axes.xaxis)
+        set_plain_ticks(axes.xaxis)
         means = [result.curve[-1] for result in methods.values() if not result.failed]
         if problem != "codebooks" and min(means) > 0:
             axes.set_yscale("log")
             if max(means) < 1000 * min(means):
-                plain_ticks(axes.yaxis)
+                set_plain_ticks(axes.yaxis)
         axes.tick_params(labelsize=7, which="both")
         axes.grid(alpha=0.25, which="both")
     order = [method for method in STYLES if method in lines]
@@ -164,7 +167,7 @@ def plot(found: Rows, times: Rows, path: Path) -> None:
 
 
 def caption(found: Rows, times: Rows) -> str:
-    """Seeds, rates, machine and versions, in a line."""
+    """Seeds, rates, machine and versions, in one line."""
     row = times[0]
     seeds = len({run["seed"] for run in found if run["shown"]})
     where = row["gpu"] or f"{row['cpu']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"

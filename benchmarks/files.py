@@ -1,17 +1,17 @@
-"""Damaged files, kills and full disks: what is left of a file, with givens and with its peers.
+"""Damaged files, kills and full disks: what happens to a file, with givens and with its peers.
 
     python benchmarks/files.py --json results/files.json        10 minutes on one core
     python benchmarks/files.py --quick                          seconds
 
-Mutations: every kind of file that the package reads, and the peers' own files, are damaged and
+Mutations: files of every kind that the package reads, and files of the peers, are damaged and
 loaded (`hostile.py` beside this script). Time and memory of every load are measured.
 
 Kills: a child process overwrites a file repeatedly until SIGKILL; then the file must be the old or
-the new one. Full disk: a file is overwritten by one that does not fit, on a small tmpfs, or, where
-none can be mounted, under a limit on the file's size. `kills.py` stops whole commands.
+the new one. Full disk: a file is overwritten by one that does not fit, on a small tmpfs or, if none
+can be mounted, under a limit on the file size. `kills.py` stops whole commands.
 
-hnswlib and usearch are included where they are installed. nanopq is not: it is stored by pickle,
-which executes code from the file.
+hnswlib and usearch are included if they are installed. nanopq is not: it uses pickle, which
+executes code from the file.
 """
 
 import argparse
@@ -36,20 +36,20 @@ import faiss
 import numpy as np
 import safetensors.torch
 import torch
-from hostile import Target, attack, digest, ours, quantizer, searched
+from hostile import Target, attack, digest, ours, quantizer, search_index
 
 import givens
 from givens.export.faiss import load_index, save_index, to_faiss
 from givens.storage import files
 
-# Mutations of a kind: of quantizers, of each of our twenty others, of the peers'; kills;
-# vectors in the index that is overwritten.
+# Mutations of quantizers, of each of our other kinds, and of the peers' files; kills; vectors in
+# the index that is overwritten.
 FULL = (20_000, 4000, 10_000, 1000, 300_000)
 QUICK = (200, 25, 100, 30, 20_000)
 
 
 def peers() -> list[Target]:
-    """Files of other packages with the contents of ours."""
+    """Files of other packages, with the same contents as ours."""
     q = quantizer(64, 8, 256, 16, 0)
     x = torch.randn(2000, 64, generator=torch.Generator().manual_seed(1))
     queries, index = x[:20].numpy(), to_faiss(quantizer(64, 8, 256, 0, 0), x)
@@ -67,7 +67,7 @@ def peers() -> list[Target]:
         target(
             "faiss.read_index (OPQ+PQ)",
             lambda path: faiss.write_index(index, str(path)),
-            lambda path: searched(faiss.read_index(str(path)), queries),
+            lambda path: search_index(faiss.read_index(str(path)), queries),
         ),
     ]
     if importlib.util.find_spec("hnswlib"):
@@ -111,7 +111,7 @@ def _usearch(x: np.ndarray, queries: np.ndarray) -> Any:
 
 @dataclass(frozen=True)
 class Overwriting:
-    """Versions 0 and 1 of a file and a much larger 2, and how to tell which one a path holds."""
+    """Writes versions 0 and 1 of a file and a much larger 2, and tells which one a path holds."""
 
     name: str
     write: Callable[[int, Path], None]
@@ -197,13 +197,13 @@ def kill(one: Overwriting, count: int, folder: Path) -> dict[str, Any]:
         "write_ms": round(1e3 * spent, 2),
         "lost": sum(lost.values()),
         "how": dict(lost),
-        # After one more write nothing of the killed ones may lie about.
+        # After one more write, no temporary file may be left.
         "left_behind": sum(1 for name in folder.iterdir() if name.name.startswith(".")),
     }
 
 
 def fill(one: Overwriting, folder: Path) -> dict[str, Any]:
-    """Overwrite a file on a disk that has no room for a second one."""
+    """Overwrite a file on a disk that has no room for the new version."""
     path = folder / "file"
     one.write(0, path)
     with _full_disk(path) as (where, how):
@@ -230,7 +230,7 @@ def fill(one: Overwriting, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _full_disk(path: Path) -> Any:
-    # For one and a half of them: the larger version is three.
+    # Room for one and a half files; the larger version is three times as large.
     room = 3 * path.stat().st_size // 2
     disk = path.with_name("disk")
     disk.mkdir(exist_ok=True)
@@ -252,7 +252,7 @@ def _full_disk(path: Path) -> Any:
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Versions and system."""
     versions = {"givens": givens.__version__}
     for name in ("torch", "faiss-cpu", "safetensors", "hnswlib", "usearch", "h5py", "pyarrow"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--quick", action="store_true", help="a hundredth of everything")
     options = parser.parse_args()
-    # Forked children would wait for threads that they do not have.
+    # Threads do not survive a fork; children would wait for them.
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     many, some, theirs, kills, vectors = QUICK if options.quick else FULL
@@ -286,7 +286,7 @@ def main() -> None:
         for target in peers():
             rows.append(attack(target, theirs, Path(folder)))
             _show(rows[-1])
-    # On a disk that syncs, not in memory.
+    # On a disk, not in memory.
     for one in overwritings(vectors):
         with tempfile.TemporaryDirectory() as folder:
             rows.append(kill(one, kills, Path(folder)))

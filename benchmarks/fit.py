@@ -4,10 +4,10 @@
     python benchmarks/fit.py --data DIR --device cuda --json results/fit-cuda.json
 
 DIR has learn, base_a, base_b, query and groundtruth (.npy, or compressed .npy.zst) of the SIFT
-descriptors; without it only the synthetic data are run. All contenders train on the same 65,536
-vectors and are compared by the mean squared error on held-out vectors, computed in one way for all.
-They take turns, seed after seed, on the same number of threads. Faiss's OPQ is run with its default
-random start and with the identity start; both are followed by its ProductQuantizer with default
+descriptors; without it only the synthetic data are used. All contenders train on the same 65,536
+vectors and are compared by the mean squared error on held-out vectors, computed by the same code.
+They take turns, seed by seed, on the same number of threads. Faiss's OPQ is run with its default
+random start and with the identity start, each followed by its ProductQuantizer with default
 options. On a GPU only givens is timed, on all base vectors: with its default sample, and with all
 vectors in every pass.
 """
@@ -31,7 +31,7 @@ Fitted = tuple[np.ndarray, np.ndarray]
 
 
 def read(folder: Path, name: str) -> np.ndarray:
-    """An array of the folder, compressed or not."""
+    """Read an array of the folder, compressed or not."""
     plain = folder / f"{name}.npy"
     if plain.exists():
         return np.load(plain, mmap_mode="r")
@@ -41,8 +41,8 @@ def read(folder: Path, name: str) -> np.ndarray:
         return np.load(io.BytesIO(zstandard.ZstdDecompressor().stream_reader(file).read()))
 
 
-def sift(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Descriptors to train on and others to judge by, spread over the files."""
+def load_sift(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """SIFT descriptors to train on, and held-out ones."""
     rng = np.random.default_rng(0)
     learn, base = read(folder, "learn"), read(folder, "base_a")
     train = learn[np.sort(rng.choice(len(learn), TRAIN, replace=False))]
@@ -50,8 +50,8 @@ def sift(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     return train.astype(np.float32), held.astype(np.float32)
 
 
-def decaying(n: int = 512) -> tuple[np.ndarray, np.ndarray]:
-    """Gaussian vectors, variances falling as 1/i, turned at random."""
+def draw_decaying(n: int = 512) -> tuple[np.ndarray, np.ndarray]:
+    """Gaussian vectors with variances 1/i, rotated at random."""
     rng = np.random.default_rng(0)
     spread = 1 / np.sqrt(np.arange(1, n + 1))
     R = givens.random_rotation(n, 0).numpy()
@@ -59,8 +59,8 @@ def decaying(n: int = 512) -> tuple[np.ndarray, np.ndarray]:
     return x[:TRAIN], x[TRAIN:]
 
 
-def unit(n: int = 128) -> tuple[np.ndarray, np.ndarray]:
-    """Unit vectors of 1,000 loose clusters, as embeddings of a trained model are."""
+def draw_unit(n: int = 128) -> tuple[np.ndarray, np.ndarray]:
+    """Unit vectors of 1,000 loose clusters, like the embeddings of a trained model."""
     rng = np.random.default_rng(0)
     spread = 1 / np.sqrt(np.arange(1, n + 1))
     centres = rng.standard_normal((1000, n)) * spread
@@ -71,14 +71,14 @@ def unit(n: int = 128) -> tuple[np.ndarray, np.ndarray]:
     return x[:TRAIN], x[TRAIN:]
 
 
-def by_givens(method: str, x: np.ndarray, subspaces: int, seed: int) -> Fitted:
-    """Ours."""
+def fit_givens(method: str, x: np.ndarray, subspaces: int, seed: int) -> Fitted:
+    """Fit by givens."""
     q = givens.fit(x, subspaces, method=method, seed=seed)
     return q.rotation.numpy(), q.codebooks.numpy()
 
 
-def by_faiss(start: str, x: np.ndarray, subspaces: int, seed: int) -> Fitted:
-    """Faiss's OPQ with its own ProductQuantizer after it; start "none" is plain PQ."""
+def fit_faiss(start: str, x: np.ndarray, subspaces: int, seed: int) -> Fitted:
+    """Fit by Faiss's OPQ, followed by its ProductQuantizer; start "none" is plain PQ."""
     import faiss
 
     n = x.shape[1]
@@ -86,12 +86,12 @@ def by_faiss(start: str, x: np.ndarray, subspaces: int, seed: int) -> Fitted:
     if start != "none":
         opq = faiss.OPQMatrix(n, subspaces)
         if start == "identity":
-            # What training finds in A it starts from.
+            # Training starts from the contents of A.
             faiss.copy_array_to_vector(R.ravel(), opq.A)
         elif seed:
             faiss.copy_array_to_vector(givens.random_rotation(n, seed).numpy().ravel(), opq.A)
-        # Its k-means draws by a fixed seed: another order of the vectors is another draw.
-        opq.train(shuffled(x, seed))
+        # The seed of its k-means is fixed, so a seed here is another order of the vectors.
+        opq.train(shuffle(x, seed))
         R = faiss.vector_to_array(opq.A).reshape(n, n).T.copy()
     pq = faiss.ProductQuantizer(n, subspaces, 8)
     pq.cp.seed += seed
@@ -99,8 +99,8 @@ def by_faiss(start: str, x: np.ndarray, subspaces: int, seed: int) -> Fitted:
     return R, faiss.vector_to_array(pq.centroids).reshape(subspaces, 256, -1).copy()
 
 
-def by_nanopq(x: np.ndarray, subspaces: int, seed: int) -> Fitted:
-    """Nanopq's OPQ with its defaults."""
+def fit_nanopq(x: np.ndarray, subspaces: int, seed: int) -> Fitted:
+    """Fit by nanopq's OPQ, with its defaults."""
     import nanopq
 
     opq = nanopq.OPQ(M=subspaces, Ks=256, verbose=False)
@@ -108,13 +108,13 @@ def by_nanopq(x: np.ndarray, subspaces: int, seed: int) -> Fitted:
     return opq.R.astype(np.float32), opq.codewords.astype(np.float32)
 
 
-def shuffled(x: np.ndarray, seed: int) -> np.ndarray:
-    """The vectors in another order, or as they are for seed 0."""
+def shuffle(x: np.ndarray, seed: int) -> np.ndarray:
+    """The vectors in a random order; in the given order for seed 0."""
     return x if seed == 0 else x[np.random.default_rng(seed).permutation(len(x))]
 
 
 def distortion(fitted: Fitted, x: np.ndarray) -> float:
-    """The mean squared error, by plain distances in torch."""
+    """The mean squared error, by brute force in torch."""
     R, C = map(torch.from_numpy, fitted)
     total = 0.0
     for part in torch.from_numpy(x).split(10_000):
@@ -124,17 +124,17 @@ def distortion(fitted: Fitted, x: np.ndarray) -> float:
 
 
 CONTENDERS: dict[str, Callable[[np.ndarray, int, int], Fitted]] = {
-    "givens gcd-greedy": lambda x, D, seed: by_givens("gcd-greedy", x, D, seed),
-    "givens pq": lambda x, D, seed: by_givens("pq", x, D, seed),
-    "faiss opq": lambda x, D, seed: by_faiss("random", x, D, seed),
-    "faiss opq identity": lambda x, D, seed: by_faiss("identity", x, D, seed),
-    "faiss pq": lambda x, D, seed: by_faiss("none", x, D, seed),
-    "nanopq opq": by_nanopq,
+    "givens gcd-greedy": lambda x, D, seed: fit_givens("gcd-greedy", x, D, seed),
+    "givens pq": lambda x, D, seed: fit_givens("pq", x, D, seed),
+    "faiss opq": lambda x, D, seed: fit_faiss("random", x, D, seed),
+    "faiss opq identity": lambda x, D, seed: fit_faiss("identity", x, D, seed),
+    "faiss pq": lambda x, D, seed: fit_faiss("none", x, D, seed),
+    "nanopq opq": fit_nanopq,
 }
 
 
 def recall(fitted: Fitted, folder: Path) -> float:
-    """recall@10 of a Faiss index over all base vectors, as many bytes a vector as subspaces."""
+    """recall@10 of a Faiss index of all base vectors, with one byte for each subspace."""
     import faiss
 
     from givens.export.faiss import to_faiss
@@ -142,7 +142,7 @@ def recall(fitted: Fitted, folder: Path) -> float:
     base = np.concatenate([read(folder, "base_a"), read(folder, "base_b")])
     queries, truth = read(folder, "query").astype(np.float32), read(folder, "groundtruth")
     R, C = (torch.from_numpy(part) for part in fitted)
-    # Another frame with the same distances, where a peer's is no rotation.
+    # A peer's R may be a reflection; flipping one axis makes it a rotation, with equal distances.
     if torch.linalg.det(R.double()) < 0:
         R, C = R.clone(), C.clone()
         R[:, 0] *= -1
@@ -154,8 +154,8 @@ def recall(fitted: Fitted, folder: Path) -> float:
     return sum(hits) / len(hits) / 10
 
 
-def time_on_a_gpu(folder: Path, runs: int = 3) -> list[dict[str, object]]:
-    """Seconds to fit all base vectors, which are on the GPU; the first run compiles."""
+def time_on_gpu(folder: Path, runs: int = 3) -> list[dict[str, object]]:
+    """Rows of the time to fit all base vectors on the GPU; the first run compiles."""
     base = np.concatenate([read(folder, "base_a"), read(folder, "base_b")])
     x = torch.from_numpy(base).cuda().float()
     rows = []
@@ -181,13 +181,15 @@ def time_on_a_gpu(folder: Path, runs: int = 3) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Fit, judge, print and write."""
+    """Fit, evaluate, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder of learn.npy and base_a.npy")
     parser.add_argument("--sets", default="sift:4,sift:8,sift:16,decaying:32,unit:16")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--slow-seeds", type=int, default=1, help="of nanopq, which takes minutes")
+    parser.add_argument(
+        "--slow-seeds", type=int, default=1, help="seeds of nanopq, which takes minutes"
+    )
     parser.add_argument("--recall-seeds", type=int, default=1, help="seeds to search with")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -196,7 +198,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if arguments.device == "cuda":
         about = environment("cuda")
-        rows = [{**row, **about} for row in time_on_a_gpu(arguments.data)]
+        rows = [{**row, **about} for row in time_on_gpu(arguments.data)]
         if arguments.json:
             write(arguments.json, rows)
         return
@@ -206,9 +208,13 @@ def main() -> None:
     faiss.omp_set_num_threads(arguments.threads)
     about = environment("cpu", (*PACKAGES, "nanopq"))
     print(about)
-    # The compiled loops are compiled before anything is timed.
+    # Compile before timing.
     givens.fit(np.random.default_rng(0).standard_normal((300, 16)), 4, codewords=16, max_iter=3)
-    makers = {"sift": lambda: sift(arguments.data), "decaying": decaying, "unit": unit}
+    makers = {
+        "sift": lambda: load_sift(arguments.data),
+        "decaying": draw_decaying,
+        "unit": draw_unit,
+    }
     rows = []
     for entry in arguments.sets.split(","):
         name, subspaces = entry.split(":")[0], int(entry.split(":")[1])
@@ -247,7 +253,7 @@ def main() -> None:
 
 
 def summarise(rows: list[dict[str, object]]) -> None:
-    """Mean distortion and median seconds of each contender, and both against ours."""
+    """Print mean distortion and median seconds of each contender, and both against ours."""
     found = {}
     for contender in dict.fromkeys(row["contender"] for row in rows):
         own = [row for row in rows if row["contender"] == contender]

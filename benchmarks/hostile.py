@@ -1,10 +1,10 @@
-"""Damaged files: a valid file of every kind that the package reads, damaged and loaded.
+"""Damaged files: valid files of every kind that the package reads, damaged and loaded.
 
-`files.py` beside this one loads 100,000 of them, the tests a few hundred. A file is damaged by bit
-flips, truncation, splices, zeroed ranges, edits of its header and of its length field, and loaded
-in a child process, so that a crash can be counted. Kinds with a digest must load as they were saved
-or be refused by an exception of one line. Kinds without one, such as .npy or a click log, may load
-with other contents, but not crash, hang or end in a traceback.
+`files.py` beside this script loads 100,000 of them, the tests a few hundred. A file is damaged by
+bit flips, truncation, splices, zeroed ranges and edits of its header and length field, and loaded
+in a child process, so that crashes can be counted. A kind with a digest must load with its original
+contents or be refused by an exception of one line. A kind without, such as .npy or a click log, may
+load with other contents, but must not crash, hang or end in a traceback.
 """
 
 import contextlib
@@ -43,29 +43,29 @@ from givens.storage import vectors
 SLOW = 2.0
 HUNG = 20.0
 MARGIN = 64 << 20
-# Memory that a load may ask for, so that one that is led astray does not take the machine's.
+# The memory limit of a load, so that a wrong size cannot exhaust the machine.
 MOST = 6 << 30
 OUTCOMES = ("refused", "same", "changed", "unclean", "crashed", "hung", "over 2 s", "over memory")
-# What a command tells in one line.
+# The exceptions that a command reports in one line.
 OURS = (ValueError, OSError, ImportError, MemoryError)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of file: how to write one, and the answers that one gives."""
+    """A kind of file: how to write it, and a digest of what is read from it."""
 
     name: str
     file: str
     write: Callable[[Path], object]
     answer: Callable[[Path], str]
     digest: bool = True
-    """Whether it has one, so that no damage may pass."""
-    # What a refusal may be; anything else Python raises is counted apart.
+    """Whether the file has a digest, so that no damage may pass."""
+    # The exceptions that count as a refusal; others are counted as unclean.
     refusals: tuple[type[Exception], ...] = OURS
 
 
 def digest(*parts: Any) -> str:
-    """One of texts, bytes, arrays, tensors and what `repr` tells apart."""
+    """A digest of texts, bytes, arrays, tensors and anything with a `repr`."""
     found = hashlib.sha256()
     for part in parts:
         if isinstance(part, torch.Tensor | np.ndarray):
@@ -76,13 +76,13 @@ def digest(*parts: Any) -> str:
     return found.hexdigest()
 
 
-def searched(index: Any, queries: np.ndarray) -> str:
-    """What an index answers."""
+def search_index(index: Any, queries: np.ndarray) -> str:
+    """A digest of an index's answers."""
     return digest(*index.search(queries, 10))
 
 
 def quantizer(n: int, D: int, K: int, L: int, seed: int) -> givens.Quantizer:
-    """One with random parts."""
+    """A quantizer with random parts."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(L, n, generator=generator) if L else None
     codebooks = torch.randn(D, K, n // D, generator=generator)
@@ -90,31 +90,31 @@ def quantizer(n: int, D: int, K: int, L: int, seed: int) -> givens.Quantizer:
 
 
 def ours() -> list[Target]:
-    """Every kind that the package reads."""
-    return [*_sealed(), _run_folder(), *_logs(), *_tables()]
+    """All kinds of files that the package reads."""
+    return [*_list_sealed(), _run_folder(), *_list_logs(), *_list_tables()]
 
 
-def _sealed() -> list[Target]:
-    """Those with digests."""
+def _list_sealed() -> list[Target]:
+    """The kinds with digests."""
     q, flat = quantizer(64, 8, 256, 16, 0), quantizer(64, 8, 256, 0, 0)
     x = torch.randn(2000, 64, generator=torch.Generator().manual_seed(1))
     queries, index = x[:20].numpy(), to_faiss(flat, x)
 
-    def indexed(path: Path) -> str:
+    def answer_index(path: Path) -> str:
         stored = load_index(path)
-        return digest(searched(stored.index, queries), stored.record)
+        return digest(search_index(stored.index, queries), stored.record)
 
-    def sharded(path: Path) -> str:
+    def answer_shards(path: Path) -> str:
         stored = shards.load_shards(path)
-        return digest(searched(stored.index, queries), stored.record)
+        return digest(search_index(stored.index, queries), stored.record)
 
-    def state(path: Path) -> str:
+    def answer_progress(path: Path) -> str:
         return digest(*vars(Progress.load(path)).values())
 
     log = click_log(300, 120, 6000)
     run = State(log, config_for(log, size="small", dim=16, subspaces=4, codewords=16, batch=32))
 
-    def resumed(path: Path) -> str:
+    def answer_checkpoint(path: Path) -> str:
         checkpoint.load(run, path)
         return digest(run.step, run.rows, sorted(run.parts()), *run.parts().values())
 
@@ -125,26 +125,26 @@ def _sealed() -> list[Target]:
             "givens index (Faiss file and record)",
             "index.faiss",
             lambda path: save_index(index, path),
-            indexed,
+            answer_index,
         ),
         Target(
             "givens shards",
             "parts",
             lambda path: _write_shards(quantizer(64, 8, 256, 16, 0), path),
-            sharded,
+            answer_shards,
         ),
         Target(
             "givens checkpoint",
             "checkpoint.safetensors",
             lambda path: checkpoint.save(run, path),
-            resumed,
+            answer_checkpoint,
         ),
-        Target("givens fit state", "q.part", progress.save, state),
+        Target("givens fit state", "q.part", progress.save, answer_progress),
     ]
 
 
 def _write_shards(q: givens.Quantizer, folder: Path) -> None:
-    """Three shards, so that each is soon read."""
+    """Write three shards."""
     x = torch.randn(1500, q.dim, generator=torch.Generator().manual_seed(1)).numpy()
     pieces = [x[:600], x[600:1200], x[1200:]]
     with shards.building(folder):
@@ -160,7 +160,7 @@ def _write_shards(q: givens.Quantizer, folder: Path) -> None:
 
 
 def _run_folder() -> Target:
-    """What a report reads; its numbers are for people to look at, and have no digest."""
+    """The folder of a run, as a report reads it; it has no digest."""
     configuration = {"method": "gcd-greedy", "codewords": 16, "subspaces": 4, "dim": 16}
     configuration |= {"warmup": 10, "steps": 10}
     found = {"recall@10": 0.25, "recall@100": 0.5, "precision@10": 0.1}
@@ -184,7 +184,7 @@ def _run_folder() -> Target:
     return Target("run folder", "run", write, answer, digest=False)
 
 
-def _logs() -> list[Target]:
+def _list_logs() -> list[Target]:
     """The layouts of click logs."""
     draw = random.Random(0)
     clicks = [
@@ -219,7 +219,7 @@ def _logs() -> list[Target]:
     ]
 
 
-def _tables() -> list[Target]:
+def _list_tables() -> list[Target]:
     """Vectors of the seven formats, and rows of the paper's figures."""
     import h5py
     import pyarrow as pa
@@ -276,11 +276,11 @@ def _tables() -> list[Target]:
     ]
 
 
-def mutated(raw: bytes, seed: int) -> tuple[str, bytes]:
-    """A damaged copy, and the kind of damage; the same for the same seed."""
+def mutate(raw: bytes, seed: int) -> tuple[str, bytes]:
+    """The kind of damage, and a damaged copy, both determined by the seed."""
     draw = random.Random(seed)
     data = bytearray(raw)
-    # A safetensors header, or about as much of another format.
+    # The header of a safetensors file, or the first bytes of another format.
     head = min(len(raw), 8 + min(int.from_bytes(raw[:8], "little"), 2048))
     at = draw.randrange(len(raw))
     length = draw.choice([1, 8, 64, 4096])
@@ -298,7 +298,7 @@ def mutated(raw: bytes, seed: int) -> tuple[str, bytes]:
     elif kind == "header":
         for _ in range(draw.choice([1, 2, 4])):
             old = data[draw.randrange(head)]
-            # A digit for a digit, so that the header often still parses.
+            # Digits become digits, so that the header often still parses.
             new = draw.randrange(48, 58) if 48 <= old < 58 else draw.randrange(256)
             data[draw.choice([i for i in range(head) if data[i] == old])] = new
     elif kind == "length":
@@ -313,12 +313,12 @@ def mutated(raw: bytes, seed: int) -> tuple[str, bytes]:
 
 
 def attack(target: Target, count: int, folder: Path) -> dict[str, Any]:
-    """Load `count` mutated files and count what happens."""
+    """Load `count` damaged files; returns a row of outcomes."""
     home = folder / "case"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
     target.write(home / target.file)
-    # Of a kind that is several files, one of them is damaged at a time.
+    # If a kind has several files, one of them is damaged at a time.
     raws = {path: path.read_bytes() for path in sorted(home.rglob("*")) if path.is_file()}
     size, truth = sum(map(len, raws.values())), target.answer(home / target.file)
     outcomes: Counter[str] = Counter()
@@ -351,20 +351,20 @@ def attack(target: Target, count: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def drawn(raws: dict[Path, bytes], seed: int) -> tuple[Path, str, bytes]:
-    """The file that this seed damages, how, and what becomes of it."""
+def damage(raws: dict[Path, bytes], seed: int) -> tuple[Path, str, bytes]:
+    """The file that this seed damages, the kind of damage, and the damaged contents."""
     path = sorted(raws)[seed % len(raws)]
-    return path, *mutated(raws[path], seed)
+    return path, *mutate(raws[path], seed)
 
 
 def _child(target: Target, raws: dict[Path, bytes], truth: str, seeds: range, home: Path) -> Any:
-    """Rows of a forked process that loads the files of these seeds; the last may be its death."""
+    """Rows of a forked process that loads the files of these seeds, until it crashes or ends."""
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
         os.close(read)
         with contextlib.suppress(BaseException):
-            _loads(target, raws, truth, seeds, home, write)
+            _load_all(target, raws, truth, seeds, home, write)
         os._exit(0)
     os.close(write)
     pending = b""
@@ -392,7 +392,7 @@ def _child(target: Target, raws: dict[Path, bytes], truth: str, seeds: range, ho
     if died is not None:
         yield {
             "seed": died,
-            "kind": drawn(raws, died)[1],
+            "kind": damage(raws, died)[1],
             "outcome": outcome or "crashed",
             "seconds": HUNG if outcome else 0.0,
             "memory": 0,
@@ -401,15 +401,15 @@ def _child(target: Target, raws: dict[Path, bytes], truth: str, seeds: range, ho
     yield None
 
 
-def _loads(
+def _load_all(
     target: Target, raws: dict[Path, bytes], truth: str, seeds: range, home: Path, pipe: int
 ) -> None:
-    # A peer's words on stderr are not wanted.
+    # Silences the stderr of peers.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + MOST,) * 2)
     for seed in seeds:
-        path, kind, data = drawn(raws, seed)
+        path, kind, data = damage(raws, seed)
         path.write_bytes(data)
         _reset_peak()
         before, began, detail = _memory("VmRSS"), time.perf_counter(), ""

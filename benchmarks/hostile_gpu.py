@@ -1,21 +1,21 @@
-"""Random steps of GCD meant to break a matrix: is it always a rotation, and its state finite?
+"""Random steps of GCD, meant to break it: is W always a rotation, and the state finite?
 
     python benchmarks/hostile_gpu.py --device cuda --json results/hostile-cuda.json
     python benchmarks/hostile_gpu.py --device cpu --steps 500                    half a minute
     python benchmarks/hostile_gpu.py --device cuda --seed 0 --only 17            one case again
 
-A case is one to three optimizers at work at the same time, each on a stream of its own and now and
-then on another: n from 1 to 8192, stacks, all pairings, sizes and numbers of turns, gradients from
-1e-38 to 1e38 with NaN, infinity and zeros among them, rates of 0, NaN, infinity and 3e38, the
-`found_inf` of a GradScaler, and on a GPU replays of a CUDA graph between plain calls. After it
+A case runs one to three optimizers at the same time, each on its own stream and sometimes on
+another: n from 1 to 8192, stacks, all pairings and numbers of turns, gradients from 1e-38 to 1e38,
+with NaN, infinity and zeros, rates of 0, NaN, infinity and 3e38, the `found_inf` of a GradScaler,
+and on a GPU replays of a CUDA graph between plain calls. After a case
 
 - max|RᵀR − I|, in float64, is at most 2e-6 (1e-12 for a float64 matrix),
 - W and the optimizer's state are finite,
-- no step that had to be refused has changed a bit of W, or on a CPU of the state,
-- the same steps, as plain calls on one stream, end with the same bits.
+- no step that must be refused has changed a bit of W or, on a CPU, of the state,
+- the same steps as plain calls on one stream give the same bits.
 
-Every case is drawn from the seed and its own number alone. What fails is printed with the command
-that repeats it, and the exit code is 1; so it is where a case hangs.
+A case is determined by the seed and its number. A failure is printed with the command that repeats
+it, and the exit code is 1, also if a case hangs.
 """
 
 import argparse
@@ -40,37 +40,37 @@ import givens
 from givens.paper.rows import environment
 from givens.storage import files
 
-# Orthogonality that is promised, by type.
+# The promised orthogonality, by type.
 BARS = {torch.float32: 2e-6, torch.float64: 1e-12}
-# Few, since kernels are compiled for a size; both sides of where their ways part.
+# Few sizes, since kernels are compiled for each; on both sides of where algorithms change.
 SIZES = (1, 2, 3, 5, 8, 17, 33, 64, 65, 100, 129, 256, 511, 512, 768)
 LARGE = (1000, 1025, 2048, 3001, 4096, 5555, 8191, 8192)
-# All planes by products, and exact matchings on the host, take too long beyond.
+# Limits of n for all planes by products, and for exact matchings on the host.
 PRODUCTS, EXACT = 1025, 129
 PAIRINGS = ("random", "greedy", "greedy", "steepest", "overlapping-random", "overlapping-greedy")
 RATES = (0.0, 1e-4, 1e-2, 0.1, 1.0, 3.0, 1e3)
-# What a scheduler may leave on a device; all of them must be refused there.
+# Rates that a scheduler may leave on a device, where all of them must be refused.
 WRONG_RATES = (float("nan"), float("inf"), -float("inf"), 3e38)
 HUNG = 180.0
 
 
 @dataclass
 class Step:
-    """What is done to one optimizer at once, drawn before anything is run."""
+    """One step of an optimizer, drawn before anything is run."""
 
     seed: int
-    """Of the gradients."""
+    """The seed of the gradients."""
     sizes: list[float]
-    """Of them, for each matrix; 0 for a gradient of zeros."""
+    """The size of the gradient of each matrix; 0 for zeros."""
     planted: list[float | None]
-    """NaN or an infinity in a gradient."""
+    """NaN or infinity in the gradient of each matrix; None for neither."""
     rate: float | None
-    """A new one, of a tensor."""
+    """A new value for a rate that is a tensor."""
     overflow: float | None
-    """The `found_inf` of a GradScaler, if there is one."""
+    """The `found_inf` of a GradScaler, or None."""
     replay: bool
     elsewhere: bool
-    """Whether it is on another stream than the step before."""
+    """Whether the step is on another stream than the one before."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Lane:
 
 
 def draw_case(seed: int, number: int, device: str, most: int) -> list[Lane]:
-    """The optimizers of a case and all that they will do."""
+    """Draw the optimizers of a case, with all their steps."""
     draw = random.Random(f"{seed}/{number}")
     return [_draw_lane(draw, device, most) for _ in range(draw.choice([1, 1, 2, 3]))]
 
@@ -116,7 +116,7 @@ def _draw_lane(draw: random.Random, device: str, most: int) -> Lane:
     betas = draw.choice([None, (0.9, 0.99), (0.0, 0.5)]) if adapt in ("adam", "matrix") else None
     options = {"pairing": name, "adapt": adapt, "turns": turns, "betas": betas}
     exact = n <= EXACT and draw.random() < 0.5
-    # An exact matching is another package's.
+    # Exact matchings need rustworkx.
     exact &= importlib.util.find_spec("rustworkx") is not None
     options |= {"exact": exact, "seed": draw.getrandbits(62)}
     options |= {"maximize": draw.random() < 0.2}
@@ -131,7 +131,7 @@ def _draw_lane(draw: random.Random, device: str, most: int) -> Lane:
         rate_is_tensor=draw.random() < 0.5,
         options=options,
     )
-    # A graph needs kernels that ask the host for nothing.
+    # A graph needs kernels without host synchronisation.
     hosted = double or backend is not None or (options["exact"] and name == "steepest")
     graph = gpu and not hosted and draw.random() < 0.5
     for at in range(draw.choice([8, 20, 40] if n <= 512 else [8, 20])):
@@ -140,24 +140,24 @@ def _draw_lane(draw: random.Random, device: str, most: int) -> Lane:
 
 
 def _draw_step(draw: random.Random, lane: Lane, graph: bool, at: int) -> Step:
-    def size() -> float:
+    def draw_size() -> float:
         return 10.0 ** draw.uniform(-38, 38) if draw.random() < 0.9 else 0.0
 
-    def planted() -> float | None:
+    def draw_wrong() -> float | None:
         return draw.choice([float("nan"), float("inf"), -float("inf")])
 
     rate = None
     if lane.rate_is_tensor and draw.random() < 0.3:
         rate = draw.choice(RATES if draw.random() < 0.7 else WRONG_RATES)
-    # Sizes near each other in most steps, as in training.
-    common = size() if draw.random() < 0.3 else 1.0
-    # The first two compile what is recorded.
+    # In most steps the gradients have similar sizes, as in training.
+    common = draw_size() if draw.random() < 0.3 else 1.0
+    # The first two steps compile what is recorded.
     replay = graph and at > 1 and draw.random() < 0.6
     scaled = at > 1 and not replay and draw.random() < 0.1
     return Step(
         seed=draw.getrandbits(62),
-        sizes=[common if draw.random() < 0.7 else size() for _ in range(lane.matrices)],
-        planted=[planted() if draw.random() < 0.1 else None for _ in range(lane.matrices)],
+        sizes=[common if draw.random() < 0.7 else draw_size() for _ in range(lane.matrices)],
+        planted=[draw_wrong() if draw.random() < 0.1 else None for _ in range(lane.matrices)],
         rate=rate,
         overflow=float(draw.random() < 0.5) if scaled else None,
         replay=replay,
@@ -166,7 +166,7 @@ def _draw_step(draw: random.Random, lane: Lane, graph: bool, at: int) -> Step:
 
 
 def start(lane: Lane, device: str) -> list[Tensor]:
-    """Dense rotations as near to orthogonal as their type allows, at the cost of O(n²)."""
+    """Dense matrices, orthogonal within their precision, in O(n²)."""
     made = []
     for matrix in range(lane.matrices):
         generator = torch.Generator().manual_seed(matrix)
@@ -181,16 +181,16 @@ def start(lane: Lane, device: str) -> list[Tensor]:
     return made
 
 
-def gradients(lane: Lane, step: Step, device: str) -> list[Tensor]:
-    """Of this step, for every matrix."""
+def draw_gradients(lane: Lane, step: Step, device: str) -> list[Tensor]:
+    """The gradients of a step, one for each matrix."""
     generator = torch.Generator(device=device).manual_seed(step.seed)
     shape = (lane.stack, lane.n, lane.n) if lane.stack else (lane.n, lane.n)
     made = []
     for size, planted in zip(step.sizes, step.planted, strict=True):
         G = torch.randn(shape, generator=generator, device=device, dtype=lane.dtype)
-        # Few large ones among many small: all sizes meet in a product.
+        # A few large entries among many small ones.
         G *= G.square() * size
-        # What overflowed is to be infinite where it was planted, and nowhere else.
+        # Only planted entries may be infinite, not those that overflowed.
         G.nan_to_num_(0.0, 1e38, -1e38)
         if planted is not None:
             G.view(-1)[step.seed % G.numel()] = planted
@@ -199,7 +199,7 @@ def gradients(lane: Lane, step: Step, device: str) -> list[Tensor]:
 
 
 class Run:
-    """One lane at work: plain calls, on several streams and as replays, or all plain on one."""
+    """Runs a lane: on several streams and with replays, or as plain calls on one stream."""
 
     def __init__(self, lane: Lane, device: str, *, mixed: bool) -> None:
         self.lane, self.device, self.mixed = lane, device, mixed and device == "cuda"
@@ -213,14 +213,14 @@ class Run:
         self.places = [torch.zeros_like(W) for W in self.parameters]
         self.graph: Any = None
         self.streams = [torch.cuda.Stream() for _ in range(2)] if self.mixed else []
-        # Counted on the device, so that the steps wait for nothing.
+        # Counted on the device, so that steps do not synchronise with the host.
         self.moved = torch.zeros((), dtype=torch.int32, device=device)
         self.refused = self.replays = 0
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream())
 
     def step(self, number: int) -> None:
-        """One of the lane's steps."""
+        """Do one of the lane's steps."""
         if not self.streams:
             self._step(self.lane.steps[number])
             return
@@ -238,7 +238,7 @@ class Run:
         must_stay = [
             planted is not None or wrong or step.overflow == 1.0 for planted in step.planted
         ]
-        made = gradients(self.lane, step, self.device)
+        made = draw_gradients(self.lane, step, self.device)
         before = [W.detach().clone() for W in self.parameters]
         if step.replay and self.mixed:
             for place, G in zip(self.places, made, strict=True):
@@ -257,7 +257,7 @@ class Run:
 
     def _call(self, step: Step) -> None:
         if step.overflow is not None:
-            # As a GradScaler hands them over, and takes them back.
+            # As a GradScaler sets and removes them.
             self.optimizer.found_inf = torch.tensor(step.overflow, device=self.device)
             self.optimizer.grad_scale = torch.tensor(1.0, device=self.device)
         kept = None if self.device == "cuda" else copy.deepcopy(self.optimizer.state_dict())
@@ -288,8 +288,8 @@ class Run:
         backend = self.lane.backend
         return contextlib.nullcontext() if backend is None else givens.backend(backend)
 
-    def faults(self) -> list[str]:
-        """What is not as it must be, after all steps; and what was found on the way."""
+    def find_faults(self) -> list[str]:
+        """What is wrong after all steps, including steps that should have changed nothing."""
         found = []
         for W in self.parameters:
             error = givens.orthogonality_error(W)
@@ -302,13 +302,13 @@ class Run:
             found.append(f"{int(self.moved)} steps that had to be refused changed something")
         return found
 
-    def skipped(self) -> int:
-        """Steps that the device has refused."""
+    def count_skipped(self) -> int:
+        """The number of steps that were refused on the device."""
         return sum(int(self.optimizer.state[W].get("skipped", 0)) for W in self.parameters)
 
 
 def _same(before: dict[Any, Any], now: dict[Any, Any]) -> bool:
-    """Whether states have the same bits; what was not there is the same as zeros."""
+    """Whether states have the same bits; a missing entry counts as zeros."""
     for matrix, state in now.items():
         for name, value in state.items():
             found = torch.as_tensor(value)
@@ -319,7 +319,7 @@ def _same(before: dict[Any, Any], now: dict[Any, Any]) -> bool:
 
 
 def run_case(lanes: list[Lane], device: str) -> tuple[dict[str, Any], list[str]]:
-    """What happened, and what is wrong."""
+    """Run a case; returns its row and what is wrong."""
     runs = [Run(lane, device, mixed=True) for lane in lanes]
     for number in range(max(len(lane.steps) for lane in lanes)):
         for run in runs:
@@ -335,7 +335,7 @@ def run_case(lanes: list[Lane], device: str) -> tuple[dict[str, Any], list[str]]
         if device == "cuda":
             torch.cuda.synchronize()
         pairs = zip(run.parameters, alone.parameters, strict=True)
-        faults = run.faults()
+        faults = run.find_faults()
         if not all(torch.equal(W, V) for W, V in pairs):
             faults.append("the same steps alone, plainly, end with other bits")
         found += [f"{fault}: {run.lane}" for fault in faults]
@@ -345,7 +345,7 @@ def run_case(lanes: list[Lane], device: str) -> tuple[dict[str, Any], list[str]]
         "lanes": [str(lane) for lane in lanes],
         "steps": sum(len(lane.steps) * lane.matrices for lane in lanes),
         "replays": sum(run.replays for run in runs),
-        "refused": sum(run.refused + run.skipped() for run in runs),
+        "refused": sum(run.refused + run.count_skipped() for run in runs),
         "worst_error": worst,
         "faults": found,
     }
@@ -353,12 +353,12 @@ def run_case(lanes: list[Lane], device: str) -> tuple[dict[str, Any], list[str]]
 
 
 def main() -> int:
-    """Run cases until there have been steps enough; the number that failed."""
+    """Run cases until there are enough steps; returns 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--steps", type=int, default=10_000, help="of all matrices together")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after them")
-    parser.add_argument("--most", type=int, default=8192, help="the widest matrix")
+    parser.add_argument("--steps", type=int, default=10_000, help="steps of all matrices together")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
+    parser.add_argument("--most", type=int, default=8192, help="the largest n")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of the one case to run")
     parser.add_argument("--json", type=Path, help="write the rows here")
@@ -377,7 +377,7 @@ def main() -> int:
         try:
             row, found = run_case(lanes, options.device)
         except Exception as error:
-            # After an illegal access nothing else can be asked of the device.
+            # After an illegal access the device is unusable.
             traceback.print_exc()
             row, found = {"steps": 0, "faults": [repr(error)]}, [repr(error)]
             broken = "CUDA" in repr(error)

@@ -1,11 +1,11 @@
-"""Time the GPU's pairings on easy and hard matrices, and the nearest codewords beside torch.
+"""Time the pairings on a GPU for easy and hard matrices, and the nearest codewords against torch.
 
     python benchmarks/kernels.py --data learn.npy --json results/kernels-cuda.json
 
-A pairing is first compared with sorting (greedy) or with greedy's weight (steepest). The matrices:
-"gaussian"; "captured", the A of a fit of the vectors of --data, laid side by side up to n; and
-hard ones: all "zero", "tied" (integers from −2 to 2), "hubs", where a few axes outweigh the rest,
-and a "chain" whose pairs can only be found one after another, in n/2 rounds.
+A pairing is first compared with the reference (greedy) or with the weight of the greedy pairing
+(steepest). The matrices: "gaussian"; "captured", the A of a fit to the vectors of --data, of which
+several make a row of length n; and hard ones: "zero", "tied" (integers from −2 to 2), "hubs", where
+a few axes outweigh the rest, and "chain", whose pairs are found one after another, in n/2 rounds.
 """
 
 import argparse
@@ -30,12 +30,12 @@ def skew(values: Tensor) -> Tensor:
 
 
 def chain(n: int) -> Tensor:
-    """Ever heavier pairs (i, i + 1): each has to wait for the next."""
+    """Pairs (i, i + 1) of increasing weight: each has to wait for the next."""
     return skew(torch.diag(torch.arange(1.0, n), 1))
 
 
 def matrices(n: int, data: Path | None) -> dict[str, Tensor]:
-    """A of every kind."""
+    """Matrices A of every kind."""
     generator = torch.Generator().manual_seed(0)
     kinds = {
         "gaussian": skew(torch.randn(n, n, generator=generator)),
@@ -53,7 +53,7 @@ def matrices(n: int, data: Path | None) -> dict[str, Tensor]:
 
 
 def milliseconds(step: Callable[[], object], count: int) -> float:
-    """The median of graph replays, or of single runs where count is 1."""
+    """The median time of graph replays, or of single runs if count is 1."""
     step()
     run, count = capture(step, count) if count > 1 else (step, 1)
     return statistics.median(time_by_events(run, count)) * 1e3
@@ -86,7 +86,7 @@ def time_pairings(n: int, data: Path | None) -> list[dict[str, object]]:
 
 
 def time_nearest(N: int, n: int, D: int, K: int) -> list[dict[str, object]]:
-    """Our kernel beside torch's product and argmin, in float32, at its best chunk."""
+    """Rows of our kernel, and of torch's product and argmin in chunks, in float32."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     X = torch.randn(N, n, generator=generator, device="cuda")
     C = torch.randn(D, K, n // D, generator=generator, device="cuda")

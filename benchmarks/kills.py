@@ -1,16 +1,16 @@
-"""Commands stopped at random moments: is anything lost, and does a second run end the same?
+"""Commands stopped at random moments: is anything lost, and does a second run end alike?
 
     python benchmarks/kills.py --json results/kills.json --moments 200
     python benchmarks/kills.py --moments 3                               a minute
 
-For each of fit, build (locally and on Ray), train and search: the command starts over the results
-of an earlier one and is stopped by SIGKILL, SIGTERM or SIGINT at a random moment of its run. Then
-each result must be the old or the new one, and after running the same command again (with --resume
-if it has one) the new one, byte for byte, with no files left beside it. SIGTERM and SIGINT must
-produce one line on stderr, unless they come after the end.
+For each of fit, build (locally and on Ray), train and search: the command overwrites the results of
+an earlier run and is stopped by SIGKILL, SIGTERM or SIGINT at a random moment. Then each result
+must be the old or the new one. After the same command is run again (with --resume if it has one),
+each must be the new one, byte for byte, with no other files left. After SIGTERM and SIGINT there
+must be one line on stderr, unless the command has ended.
 
-Commands run in children of a process that has imported the package: the moments are of the work,
-not of Python's imports.
+Commands run in children of a process that has imported the package, so that they are stopped at
+work and not during imports.
 """
 
 import argparse
@@ -47,11 +47,11 @@ TRAIN = "--dim 16 --subspaces 4 --codewords 16 --batch 64 --warmup 20 --steps 20
 
 @dataclass(frozen=True)
 class Command:
-    """What is run, over what, and which of its files must come out the same."""
+    """A command, the earlier command whose results it overwrites, and its results."""
 
     name: str
     words: str
-    # What stands there before: the command that made it, in the words that differ.
+    # The earlier command: words of this one, and what replaces them.
     old: tuple[str, str] | None
     results: tuple[str, ...]
     resume: bool = False
@@ -94,7 +94,7 @@ COMMANDS = (
 
 
 def prepare() -> None:
-    """Vectors, a quantizer, an index and a click log, in this folder."""
+    """Write vectors, a quantizer and a click log into the current folder."""
     generator = np.random.default_rng(0)
     x = generator.standard_normal((4000, 32)).astype(np.float32)
     np.save("x.npy", x)
@@ -107,8 +107,8 @@ def prepare() -> None:
     Path("clicks.txt").write_text("".join(lines))
 
 
-def started(words: str) -> int:
-    """The command in a child, its words into files; no signal comes before it could hear one."""
+def start(words: str) -> int:
+    """Start a command in a child, with output in files; signals wait until it handles them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS[1:])
     child = os.fork()
     if child == 0:
@@ -116,7 +116,7 @@ def started(words: str) -> int:
         for number, name in ((1, "told"), (2, "error")):
             os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666), number)
         sys.argv = ["givens", *words.split()]
-        # As the command begins, while it imports the package.
+        # The handler of a command that is still importing the package.
         for number in SIGNALS[1:]:
             signal.signal(number, beginning._leave)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[1:])
@@ -136,26 +136,26 @@ def started(words: str) -> int:
     return child
 
 
-def ended(child: int) -> int:
-    """Its exit status, or minus the signal that ended it."""
+def wait_for(child: int) -> int:
+    """Wait for a child; returns its exit status, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def run(words: str) -> float:
-    """The whole command; the seconds it took."""
+    """Run a command to its end; returns the seconds."""
     began = time.perf_counter()
-    if ended(started(words)) != 0:
+    if wait_for(start(words)) != 0:
         raise RuntimeError(f"givens {words}: {Path('error').read_text()}")
     return time.perf_counter() - began
 
 
-def standing(names: tuple[str, ...]) -> dict[str, bytes | None]:
-    """What each result is now."""
+def read_results(names: tuple[str, ...]) -> dict[str, bytes | None]:
+    """The present contents of each result, or None."""
     return {name: Path(name).read_bytes() if Path(name).exists() else None for name in names}
 
 
 def clear(command: Command, old: dict[str, bytes | None], beside: dict[str, bytes]) -> None:
-    """Put everything where it was before the command."""
+    """Restore the folder as it was before the command."""
     shutil.rmtree("run", ignore_errors=True)
     for path in Path().iterdir():
         if path.is_dir():
@@ -168,14 +168,14 @@ def clear(command: Command, old: dict[str, bytes | None], beside: dict[str, byte
 
 
 def stop(command: Command, moments: int, minutes: float) -> dict[str, Any]:
-    """Stop it so often, and count what is not as promised."""
+    """Stop a command at random moments; returns a row that counts broken promises."""
     if command.old is not None:
         run(command.words.replace(*command.old))
-    old = standing(command.results)
+    old = read_results(command.results)
     before = {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
     spent = run(command.words)
-    new = standing(command.results)
-    present = names()
+    new = read_results(command.results)
+    present = list_files()
     wrong: Counter[str] = Counter({"lost": 0, "other end": 0, "left behind": 0, "not one line": 0})
     answers: Counter[str] = Counter()
     examples: dict[str, str] = {}
@@ -184,13 +184,13 @@ def stop(command: Command, moments: int, minutes: float) -> dict[str, Any]:
         moment, done = done, done + 1
         clear(command, old, before)
         how = SIGNALS[moment % len(SIGNALS)]
-        child = started(command.words)
+        child = start(command.words)
         time.sleep(draw.uniform(0, spent))
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, how)
-        code = ended(child)
+        code = wait_for(child)
         answers["ended before" if code == 0 else how.name] += 1
-        now, error = standing(command.results), Path("error").read_text()
+        now, error = read_results(command.results), Path("error").read_text()
         bad = []
         if any(now[name] not in (old[name], new[name]) for name in now) and not command.resume:
             bad.append("lost")
@@ -208,11 +208,11 @@ def stop(command: Command, moments: int, minutes: float) -> dict[str, Any]:
             if code != 128 + how or len(said) != 1 or "interrupted" not in said[0]:
                 bad.append("not one line")
         run(command.words + " --resume" * command.resume)
-        if standing(command.results) != new:
+        if read_results(command.results) != new:
             bad.append("other end")
-        if names() - present:
+        if list_files() - present:
             bad.append("left behind")
-            error += f" {sorted(names() - present)}"
+            error += f" {sorted(list_files() - present)}"
         for what in set(bad):
             wrong[what] += 1
             examples.setdefault(what, f"moment {moment}, {how.name}, {code}: {error[-300:]}")
@@ -227,8 +227,8 @@ def stop(command: Command, moments: int, minutes: float) -> dict[str, Any]:
     }
 
 
-def names() -> set[str]:
-    """All files, but for those whose names say when they were made."""
+def list_files() -> set[str]:
+    """All files, except those with a time in their names."""
     found = {str(path) for path in Path().rglob("*") if path.is_file()}
     return {name for name in found if "tensorboard" not in name}
 
@@ -237,14 +237,14 @@ def main() -> None:
     """Stop every command and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--moments", type=int, default=200, help="for each command")
-    parser.add_argument("--minutes", type=float, default=60, help="at most, for each command")
-    parser.add_argument("--only", default="", help="commands, with commas between; all if none")
+    parser.add_argument("--moments", type=int, default=200, help="moments for each command")
+    parser.add_argument("--minutes", type=float, default=60, help="most minutes for each command")
+    parser.add_argument("--only", default="", help="commands, comma-separated; all if left out")
     options = parser.parse_args()
-    # Forked children would wait for threads that they do not have.
+    # Threads do not survive a fork; children would wait for them.
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
-    # A state is kept often enough to be met.
+    # Save states often enough that some are resumed.
     sys.modules[fit_module.__module__].SAVED_EVERY = 0.05
     about, rows, home = environment(), [], Path.cwd()
     chosen = [one for one in COMMANDS if not options.only or one.name in options.only.split(",")]

@@ -1,14 +1,14 @@
-"""What the index costs a training step: two towers alone, with a frozen rotation, and with GCD.
+"""The cost of the index in a training step: towers alone, with a frozen rotation, and with GCD.
 
     python benchmarks/layer.py --device cpu --runs 5 --threads 1 --processor-time --json FILE
     python benchmarks/layer.py --device cuda --runs 5 --json results/layer-cuda.json
 
 A step is forward, backward and all optimizers, at n = 512, a batch of 1,024 and codes of 64 × 256.
-Items are rows of a table of 10,000, users the mean of 50 items of their history; each goes through
-a hidden layer of 1,024, is scored by cosine and trained by softmax over the batch. In eager mode,
-and on a GPU also as replays of a CUDA graph. The contenders take turns; rows have medians. Every
-run is a process of its own: between them a host differs more than within one. Processor time is
-for a machine with other work on it.
+Items are rows of a table of 10,000, users are the mean of 50 items of their history. Both go
+through a hidden layer of 1,024 units, are scored by cosine and trained by softmax over the batch.
+Steps run in eager mode, and on a GPU also as replays of a CUDA graph. The contenders take turns;
+rows have medians. Every run is a process of its own, since times vary more between processes than
+within one. Processor time is for a machine that has other work.
 """
 
 import argparse
@@ -36,7 +36,7 @@ CONTENDERS = ("no index", "frozen", "gcd", "gcd-greedy", "gcd-random", "cayley",
 
 
 class Towers(nn.Module):
-    """Users by their history and items, as vectors of one space."""
+    """Users, by their history, and items as vectors of one space."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -46,15 +46,15 @@ class Towers(nn.Module):
         )
 
     def forward(self, history: Tensor, items: Tensor) -> tuple[Tensor, Tensor]:
-        """Both (m, n), the users' normalised: the items' go through the index first."""
+        """Users (m, n), normalised, and items (m, n), which go through the index first."""
         pooled = functional.embedding_bag(history, self.items.weight, mode="mean")
         return functional.normalize(self.user(pooled)), self.item(self.items(items))
 
 
-def contender(
+def make_step(
     name: str, sizes: argparse.Namespace, device: str, *, capturable: bool
 ) -> Callable[[], Tensor]:
-    """A whole training step, which gives its loss."""
+    """A whole training step, which returns its loss."""
     torch.manual_seed(0)
     n, m = sizes.dim, sizes.batch
     towers = Towers(n).to(device)
@@ -101,7 +101,7 @@ def contender(
 
 
 def check(name: str, step: Callable[[], Tensor], layer: givens.IndexLayer | None) -> None:
-    """Refuse to time what does not learn, or what is no index."""
+    """Raise if a step does not learn, or T(x) is not what the index decodes."""
     losses = [float(step()) for _ in range(6)]
     if not losses[-1] < losses[0]:
         raise SystemExit(f"{name} does not learn: losses {losses}")
@@ -123,7 +123,7 @@ def measure(sizes: argparse.Namespace, device: str, mode: str) -> list[dict[str,
     graphs = mode == "graph"
     steps = {}
     for name in CONTENDERS:
-        step = contender(name, sizes, device, capturable=graphs)
+        step = make_step(name, sizes, device, capturable=graphs)
         steps[name] = timing.capture(step, 5) if graphs else (step, 1)
     times: dict[str, list[float]] = {name: [] for name in steps}
     clock = time.process_time if sizes.processor_time else time.perf_counter

@@ -4,10 +4,10 @@
     python benchmarks/learn.py --json results/learn.json --time --time-json results/learn-time.json
     python benchmarks/learn.py --json … --time-json … --table --plot results/learn.png
 
-The problems are those of problems.py. Each method's rate is the best of a grid of factor √10, on
-seeds that are not shown; the grid is widened where the best lies on its edge, and then made finer
-around the best. Rates fall to zero by
-a cosine. A run that diverges or leaves SO(n) counts as infinitely bad. Every run is a row.
+The problems are those of problems.py. Each method has the best rate of a grid of factor √10, on
+hidden seeds; the grid is widened if the best rate is on its edge, and then refined around the best.
+Rates have a cosine decay to zero. A run that diverges or leaves SO(n) counts as infinitely bad.
+Every run is a row.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import givens
 from givens.paper import fig4, rows, timing
 
-# The middle of each method's first grid, as the power of √10. GCD's rate is an angle; Adam's is of
-# the numbers of a skew matrix; that of POGO and Landing is a Frobenius norm.
+# The middle of each method's first grid, as a power of √10. GCD's rate is an angle, Adam's is for
+# the entries of a skew matrix, and that of POGO and Landing is a Frobenius norm.
 METHODS = {
     **dict.fromkeys(("gcd-1", "gcd-4", "gcd-8", "gcd", "gcd-32", "gcd-all"), -2),
     **{"gcd-random": -2, "gcd-greedy": -2, "cayley": -4, "expm": -4, "geotorch": -4},
@@ -40,10 +40,10 @@ METHODS = {
 }
 GRID, WIDENINGS = range(-3, 3), 3
 HIDDEN_SEEDS = (100, 101)
-# A run that ends farther from SO(n) than this has failed.
+# Runs that end farther from SO(n) have failed.
 LEAST_ORTHOGONAL = 1e-2
 ADAM_RATE = 1e-3
-# Batches that a timed step goes through, in turn.
+# Batches that timed steps cycle through.
 POOL = 8
 # Seconds between two writes of the rows.
 WRITE_EVERY = 2
@@ -51,7 +51,7 @@ SMALL = {"dim": 40, "steps": 10}
 
 
 class Run(NamedTuple):
-    """One training: what is needed to do it, and to know its row again."""
+    """One training run, and what identifies its row."""
 
     problem: str
     n: int
@@ -63,17 +63,17 @@ class Run(NamedTuple):
 
 
 def rate(power: float) -> float:
-    """√10 to the power, to three digits."""
+    """√10 to this power, rounded to three digits."""
     return float(f"{10 ** (power / 2):.3g}")
 
 
 def powers_to_try(
     centre: int, scores: Mapping[float, float], widenings: int = WIDENINGS
 ) -> set[float]:
-    """The powers of √10 that are still to be tried, given the mean figures of those that were.
+    """The powers of √10 to try next, given the mean figures of those tried.
 
-    First the grid around the centre; then one more beyond the edge on which the best lies, at most
-    `widenings` times each way; then the two half-way to the neighbours of the best; then none.
+    First the grid around the centre; then one more beyond the edge if the best is on it, at most
+    `widenings` times each way; then the two halfway to the neighbours of the best; then none.
     """
     grid: set[float] = {centre + step for step in GRID}
     if missing := grid - scores.keys():
@@ -88,7 +88,7 @@ def powers_to_try(
 
 
 def best_power(scores: Mapping[float, float]) -> float:
-    """The power with the least mean figure; a run that failed has made its mean infinite."""
+    """The power with the least mean figure; the mean is infinite if a run failed."""
     return min(sorted(scores), key=lambda power: scores[power])
 
 
@@ -99,7 +99,7 @@ def mean_score(figures: list[float | None]) -> float:
 
 
 class Search:
-    """The runs of one method on one problem, each asked for as soon as it is known."""
+    """The runs of one method on one problem, each requested as soon as it is known."""
 
     def __init__(
         self, problem: str, n: int, method: str, steps: int, seeds: int, small: bool = False
@@ -112,12 +112,12 @@ class Search:
         self.figures: dict[tuple[float, bool], dict[int, float | None]] = defaultdict(dict)
 
     def tell(self, run: Run, figure: float | None) -> None:
-        """Take note of a run that is done, now or by an earlier call of the program."""
+        """Record the figure of a finished run, of this or of an earlier call."""
         self.asked.add(run)
         self.figures[run.lr, run.shown][run.seed] = figure
 
     def next_runs(self) -> list[Run]:
-        """The runs that can begin now and have not been asked for."""
+        """The runs that can start now and have not been requested."""
         scores = self.scores()
         powers = powers_to_try(METHODS[self.fixed[2]], scores, self.widenings)
         shown, seeds = False, self.hidden
@@ -133,7 +133,7 @@ class Search:
         return runs
 
     def scores(self) -> dict[float, float]:
-        """Mean figures of the powers that all hidden seeds have been run at."""
+        """The mean figures of the powers at which all hidden seeds are finished."""
         return {
             power: mean_score(list(figures.values()))
             for power in (half / 2 for half in range(-60, 40))
@@ -142,7 +142,7 @@ class Search:
 
 
 def train(run: Run, device: str = "cpu") -> dict[str, Any]:
-    """One training as a row: its figure, None where it failed, and its figures on the way."""
+    """Train; returns the row, with the final figure, or None if it failed, and the curve."""
     problem = make_problem(run.problem, run.n, run.seed, device)
     rotation = givens.Rotation(run.n, problem.start.mT)
     optimizers = [make_optimizer(rotation, run.method, run.lr, run.seed)]
@@ -188,7 +188,7 @@ def make_problem(name: str, n: int, seed: int, device: str) -> Problem:
 
 @functools.cache
 def describe(device: str) -> dict[str, Any]:
-    """What a row must carry."""
+    """The environment of a row."""
     return rows.environment(device, (*rows.PACKAGES, *PACKAGES))
 
 
@@ -198,7 +198,7 @@ def do_step(
     optimizers: list[torch.optim.Optimizer],
     batch: tuple[torch.Tensor, ...],
 ) -> None:
-    """Loss, backward pass and the optimizers' steps."""
+    """Do one training step: loss, backward pass and the optimizers' steps."""
     for optimizer in optimizers:
         optimizer.zero_grad()
     problem.loss(rotation.weight, *batch).backward()
@@ -207,7 +207,7 @@ def do_step(
 
 
 def find_missing(methods: list[str]) -> dict[str, str]:
-    """The methods that cannot run here, and why."""
+    """The methods whose packages are missing, with the error message."""
     missing = {}
     for method in methods:
         try:
@@ -222,7 +222,7 @@ def learn_all(
     done: rows.Rows,
     submit: Callable[[Run], Future[dict[str, Any]]],
 ) -> Iterator[dict[str, Any]]:
-    """The rows that are not yet there, as they come."""
+    """The rows that are missing in `done`, as they are finished."""
     by_problem = {search.fixed: search for search in searches}
     for row in done:
         run = Run(*(row[name] for name in Run._fields))
@@ -242,10 +242,10 @@ def learn_all(
 def time_steps(
     problem_name: str, n: int, rates: Mapping[str, float], device: str
 ) -> Iterator[dict[str, Any]]:
-    """Median times of a whole training step, the methods taking turns."""
+    """Median times of a training step, the methods taking turns."""
     steps = {}
     for method, lr in rates.items():
-        # The package waits for the device at every step; its arithmetic can be captured.
+        # The package synchronises with the host; its arithmetic alone can be captured.
         timed = "pogo-products" if device == "cuda" and method == "pogo" else method
         step = make_timed_step(problem_name, n, timed, lr, device)
         step()
@@ -271,7 +271,7 @@ def time_steps(
 
 
 def make_timed_step(name: str, n: int, method: str, lr: float, device: str) -> Callable[[], None]:
-    """A training step that takes its batches from a small pool, by a counter on the device."""
+    """A training step with batches from a small pool, chosen by a counter on the device."""
     problem = make_problem(name, n, 0, device)
     rotation = givens.Rotation(n, problem.start.mT)
     optimizers = [make_optimizer(rotation, method, lr)]
@@ -290,7 +290,7 @@ def make_timed_step(name: str, n: int, method: str, lr: float, device: str) -> C
     return step
 
 
-def chosen_rates(found: rows.Rows) -> dict[tuple[str, int], dict[str, float]]:
+def select_rates(found: rows.Rows) -> dict[tuple[str, int], dict[str, float]]:
     """The rates of the shown runs, by problem and method."""
     rates: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     for row in found:
@@ -300,17 +300,21 @@ def chosen_rates(found: rows.Rows) -> dict[tuple[str, int], dict[str, float]]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", default=",".join(PROBLEMS))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--processes", type=int, default=1, help="of one thread each")
-    parser.add_argument("--threads", type=int, default=1, help="of the steps that --time times")
-    parser.add_argument("--seeds", type=int, default=5, help="that are shown")
+    parser.add_argument("--processes", type=int, default=1, help="processes, of one thread each")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of the steps that --time times"
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="number of shown seeds")
     parser.add_argument("--json", type=Path, help="rows of the runs")
-    parser.add_argument("--resume", action="store_true", help="keep the rows and run what is left")
-    parser.add_argument("--smoke", action="store_true", help="all of it, small")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows and run what is missing"
+    )
+    parser.add_argument("--smoke", action="store_true", help="small runs of everything")
     parser.add_argument("--time", action="store_true", help="time the steps of the methods in rows")
     parser.add_argument("--time-json", type=Path, help="rows of the times")
     parser.add_argument("--table", action="store_true", help="print the rows as Markdown")
@@ -329,7 +333,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run_all(given: argparse.Namespace) -> None:
-    """Train everything, and write each row as it comes."""
+    """Do all runs, and write the rows as they are finished."""
     missing = find_missing(given.methods)
     for method, why in missing.items():
         print(f"{method}: left out, {why}")
@@ -353,7 +357,7 @@ def run_all(given: argparse.Namespace) -> None:
     with ProcessPoolExecutor(
         given.processes, context, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
-        # Slow ones first, so that no process waits for the last of them.
+        # Slow methods first, so that they do not run alone at the end.
         searches.sort(key=lambda search: search.fixed[2] not in ("expm", "geotorch", "cayley"))
         for row in learn_all(searches, done, lambda run: pool.submit(train, run, given.device)):
             figure = row["failure"] or f"{row['figure']:.5g}"
@@ -377,7 +381,7 @@ def main() -> None:
     if given.time:
         torch.set_num_threads(given.threads)
         times = []
-        for (problem, n), rates in chosen_rates(found).items():
+        for (problem, n), rates in select_rates(found).items():
             if problem in given.problems:
                 wanted = {method: lr for method, lr in rates.items() if method in given.methods}
                 for row in time_steps(problem, n, wanted, given.device):

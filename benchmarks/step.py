@@ -3,10 +3,10 @@
     python benchmarks/step.py --device cpu --json results/step-cpu.json
     python benchmarks/step.py --device cuda --dims 128,256,512,1024,2048,4096 --json FILE
 
-As figure 4 of the paper (`givens paper fig4`), with GCD's default of 16 pairings for a gradient and
-the opponents beside: torch's own Cayley parametrization, geotorch, geoopt and POGO, each as its
-users would call it, and POGO's products, RSDM and Landing by the code of opponents.py. On a GPU
-what can be captured is timed as replays of a CUDA graph.
+Like figure 4 of the paper (`givens paper fig4`), with GCD's default of 16 pairings for a gradient
+and more opponents: torch's own Cayley parametrization, geotorch, geoopt and POGO, each as users
+would call it, and POGO's products, RSDM and Landing from opponents.py. On a GPU, methods that can
+be captured are timed as replays of a CUDA graph.
 """
 
 import argparse
@@ -24,12 +24,12 @@ METHODS = (
     *("gcd", "gcd-all", "gcd-random", "gcd-greedy", "gcd-steepest", "gcd-steepest-exact"),
     *("cayley", "expm", "svd", "pogo", *OPPONENTS),
 )
-# TF32 keeps ten bits: after three steps W is off SO(n) by 5e-4, and the row says by how much.
+# TF32 has ten bits: after three steps W is off SO(n) by about 5e-4; rows have the error.
 LOOSE = ("svd", "pogo-products-tf32")
 
 
 def make(method: str, n: int, dtype: torch.dtype, device: str) -> fig4.Contender:
-    """A method of ours or of a peer, at a random rotation with a random gradient."""
+    """A method, ours or an opponent's, at a random rotation with a random gradient."""
     if method not in (*OPPONENTS, "pogo"):
         return fig4.contender(method, n, dtype, device)
     start, G = (part.to(device, dtype) for part in fig4.problem(n))
@@ -65,7 +65,7 @@ def main() -> None:
     graphs = [method for method in methods if CAPTURED.fullmatch(method)]
     rows = []
     for n in map(int, arguments.dims.split(",")):
-        for row in fig4.measured(
+        for row in fig4.measure(
             methods, n, arguments.device, make=make, graphs=graphs, loose=LOOSE, tell=print
         ):
             rows.append({**row, **about})

@@ -1,12 +1,12 @@
-"""Tables split over ranks: which engine, what it costs, and how its optimizer learns.
+"""Tables split over ranks: engines, their cost, and the quality of the optimizer.
 
     python benchmarks/tables.py engines --json results/tables-engines.json
 
 Three ways to split an embedding table by rows, on CPU ranks with gloo: TorchRec, a DTensor sharded
 over rows, and `givens.retrieval.tables`. Every step looks up the same ids, drawn by a power law,
-and moves their rows: TorchRec by its row-wise Adagrad, a DTensor by dense Adagrad, since its
+and updates their rows: TorchRec by its row-wise Adagrad, a DTensor by dense Adagrad, since its
 gradient is dense, ours by `RowWise`. TorchRec is not in the `bench` extra, since each of its
-versions takes one version of torch:
+versions needs one version of torch:
 
     pip install --target EXTRA --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict pyvers \
         torchmetrics==1.0.3 lightning-utilities pyre-extensions typing-inspect mypy-extensions \
@@ -15,12 +15,12 @@ versions takes one version of torch:
 
     python benchmarks/tables.py optimizers --json results/tables-optimizers.json
 
-The same run with `RowWise` and with torch's SparseAdam, which keeps two numbers for each number.
+The same run with `RowWise` and with torch's SparseAdam, which has two numbers of state per entry.
 
     python benchmarks/tables.py large --items 20000000 --json results/tables-large.json
 
-Four ranks train on tables that one process of their memory cannot have, encode all items and write
-one index, which is then searched; and that one process, as it is refused.
+Four ranks train on tables that do not fit into one process with twice the memory of a rank, encode
+all items and write one index, which is then searched; that process is run too, and is refused.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def make_givens(items: int) -> Engine:
 
 
 def make_dtensor(items: int) -> Engine:
-    """A DTensor over rows: all ranks look up all ids, and sum what each has of them."""
+    """A DTensor over rows: all ranks look up all ids, and sum the rows that each has."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 
@@ -97,7 +97,7 @@ def make_dtensor(items: int) -> Engine:
 def make_torchrec(items: int) -> Engine:
     """TorchRec's row-wise sharding of an EmbeddingCollection, with its fused optimizer.
 
-    `use_index_dedup` sends each id once, but FBGEMM 1.8 has its operator on GPUs alone.
+    `use_index_dedup` would send each id once, but FBGEMM 1.8 has its operator only on GPUs.
     """
     import torchrec
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -129,7 +129,7 @@ def make_torchrec(items: int) -> Engine:
     )
     rows = Table(items, DIM, seed=0, number=0)
     sharded = model.state_dict()["embeddings.table.weight"].local_shards()
-    # Its split of the rows is ceil(items / ranks), ours floors: the same where they divide.
+    # It splits rows by ceil(items / ranks), we by floor: equal if ranks divide items.
     sharded[0].tensor.copy_(rows.weight.detach())
     lengths = torch.ones(IDS // dist.get_world_size(), dtype=torch.int64)
 
@@ -143,7 +143,7 @@ def make_torchrec(items: int) -> Engine:
 
 
 def draw_ids(items: int) -> Iterator[Tensor]:
-    """The ids of all ranks in a step, by a power law, in no order."""
+    """The ids of all ranks in each step, by a power law, unsorted."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(items, generator=torch.Generator().manual_seed(1))
     while True:
@@ -152,12 +152,12 @@ def draw_ids(items: int) -> Iterator[Tensor]:
 
 
 class Counted(TorchDispatchMode):
-    """Counts the bytes that a rank gives away in collectives, by whatever name they are called."""
+    """Counts the bytes that a rank sends in collectives of any name."""
 
     sent = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, counted if it is a collective."""
+        """Run an operation, and count it if it is a collective."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -189,7 +189,7 @@ def _cost(name: str, args: Any) -> float:
 
 
 def run_rank(engine: str, items: int, store: str, output: str) -> None:
-    """One rank: losses of the first steps, seconds of later ones, bytes, memory."""
+    """Run one rank; the first writes losses of the first steps, times, bytes and memory."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -231,12 +231,12 @@ def run_rank(engine: str, items: int, store: str, output: str) -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory this process has had."""
+    """The peak memory of this process, in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def start(world: int, arguments: list[str]) -> None:
-    """Run this file on so many ranks."""
+    """Run this file on `world` ranks."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
@@ -250,7 +250,7 @@ def start(world: int, arguments: list[str]) -> None:
 
 
 def engines(options: argparse.Namespace) -> Rows:
-    """Every engine on 1, 2 and 4 ranks, at two sizes."""
+    """Rows of every engine, for all numbers of ranks and items."""
     rows = []
     for items in options.items:
         for world in options.ranks:
@@ -271,14 +271,14 @@ def engines(options: argparse.Namespace) -> Rows:
 
 
 def optimizers(options: argparse.Namespace) -> Rows:
-    """Recall after the same steps by both optimizers."""
+    """Rows of the recall by both optimizers, after the same steps."""
     from givens.retrieval import state as states
     from givens.retrieval.config import Config
     from givens.retrieval.data import click_log
     from givens.retrieval.train import train
 
     class Sparse(torch.optim.SparseAdam):
-        """What a state keeps of rows must have as many rows."""
+        """SparseAdam with its step count as a tensor of rows, as `State` needs it."""
 
         def step(self, closure: Any = None) -> None:
             for state in self.state.values():
@@ -315,7 +315,7 @@ def optimizers(options: argparse.Namespace) -> Rows:
 
 
 def run_large(world: int, items: int, folder: Path, store: str) -> None:
-    """A rank of the large run, or one process alone within so many bytes."""
+    """Run a rank of the large run, or one process alone."""
     from givens.export.faiss import load_index
     from givens.retrieval.config import Config
     from givens.retrieval.data import Log
@@ -370,7 +370,7 @@ def run_large(world: int, items: int, folder: Path, store: str) -> None:
 
 
 def large(options: argparse.Namespace) -> Rows:
-    """The large run on ranks, and its refusal to one process of the memory of two ranks."""
+    """The row of the large run on ranks, and of its refusal with the memory of two ranks."""
     from givens.retrieval.data import click_log
 
     (items,), world = options.items, max(options.ranks)
@@ -396,7 +396,7 @@ def large(options: argparse.Namespace) -> Rows:
 
 
 def main() -> None:
-    """Measure, print, write rows."""
+    """Measure, print and write rows."""
     if sys.argv[1] == "rank":
         run_rank(sys.argv[2], int(sys.argv[3]), sys.argv[5], sys.argv[4])
     if sys.argv[1] == "large" and sys.argv[2].isdigit():
@@ -408,7 +408,9 @@ def main() -> None:
     parser.add_argument("--items", nargs="+", type=int, default=[200_000, 2_000_000])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="for the tables' files: 4 times their size")
+    parser.add_argument(
+        "--folder", type=Path, help="folder of the tables' files: 4 times their size"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = what[options.what](options)

@@ -4,12 +4,12 @@ r"""Semantic IDs side by side: `givens.tokens` and the Faiss string that recomme
     python benchmarks/tokens.py games=RUN/towers.safetensors:towers.items.weight \
         --json results/tokens.json
 
-The vectors are the item embeddings of such runs, or of any file that `givens fit` reads, by
-name=file; they are normalised, since they are compared by the cosine. All items are used both to
-learn from and to measure. Faiss's string is `OPQ{m},IVF1,PQ{m}x8`, as RPG and others use it, with
-default options, its codes read from the one list. Distortion is computed in one way for both, from
-the decoded vectors. Then a little noise is added to the embeddings, as further training would, and
-they are encoded with the same parts. Rows of other data that the file already has are kept.
+The vectors are item embeddings of such runs, or of any file that `givens fit` reads, given as
+name=file; they are normalised, since they are compared by cosine. All items are used for training
+and for evaluation. Faiss's string is `OPQ{m},IVF1,PQ{m}x8`, as in RPG and others, with default
+options; its codes are read from its only list. Distortion is computed from the decoded vectors, in
+the same way for both. Churn is the share of IDs that change when a little noise is added to the
+embeddings, like that of further training. Existing rows of other data are kept.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from givens import tokens
 from givens.paper.rows import PACKAGES, environment, read, write
 from givens.storage import vectors
 
-# Of the noise, in parts of the spread of an item around the mean.
+# The noise, relative to the standard deviation of the items.
 NOISE = 0.05
 Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def by_givens(x: Tensor, m: int, seed: int, **options: object) -> tuple[Encode, list[int]]:
-    """Ours: the function from vectors to codes and what they stand for, and the sizes."""
+def fit_givens(x: Tensor, m: int, seed: int, **options: object) -> tuple[Encode, list[int]]:
+    """Fit by givens; returns a function from vectors to codes and their vectors, and the sizes."""
     made = tokens.fit(x, m, sample=None, seed=seed, **options)
 
     def encode(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,8 +43,8 @@ def by_givens(x: Tensor, m: int, seed: int, **options: object) -> tuple[Encode, 
     return encode, made.sizes
 
 
-def by_faiss(x: Tensor, m: int, seed: int, opq: bool = True) -> tuple[Encode, list[int]]:
-    """Faiss's, from its index factory; another seed is another order of the vectors."""
+def fit_faiss(x: Tensor, m: int, seed: int, opq: bool = True) -> tuple[Encode, list[int]]:
+    """Fit by Faiss's index factory; a seed is another order of the vectors."""
     n = x.shape[1]
     index = faiss.index_factory(n, f"{f'OPQ{m},' if opq else ''}IVF1,PQ{m}x8")
     order = np.random.default_rng(seed).permutation(len(x)) if seed else np.arange(len(x))
@@ -66,21 +66,23 @@ def by_faiss(x: Tensor, m: int, seed: int, opq: bool = True) -> tuple[Encode, li
 
 
 CONTENDERS: dict[str, Callable[[Tensor, int, int], tuple[Encode, list[int]]]] = {
-    "givens gcd-greedy": by_givens,
-    "givens pq": lambda x, m, seed: by_givens(x, m, seed, method="pq"),
-    "givens residual": lambda x, m, seed: by_givens(x, 0, seed, stages=(256,) * m),
-    "givens residual + tail": lambda x, m, seed: by_givens(x, m - 1, seed, stages=(256,)),
-    "faiss OPQ,IVF1,PQ": by_faiss,
-    "faiss IVF1,PQ": lambda x, m, seed: by_faiss(x, m, seed, opq=False),
+    "givens gcd-greedy": fit_givens,
+    "givens pq": lambda x, m, seed: fit_givens(x, m, seed, method="pq"),
+    "givens residual": lambda x, m, seed: fit_givens(x, 0, seed, stages=(256,) * m),
+    "givens residual + tail": lambda x, m, seed: fit_givens(x, m - 1, seed, stages=(256,)),
+    "faiss OPQ,IVF1,PQ": fit_faiss,
+    "faiss IVF1,PQ": lambda x, m, seed: fit_faiss(x, m, seed, opq=False),
 }
 
 
 def main() -> None:
-    """Fit, judge, print and write."""
+    """Fit, evaluate, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sources", nargs="+", help="name=file of vectors")
     parser.add_argument("--tokens", default="4,8,16,32", help="tokens an item")
-    parser.add_argument("--contenders", default=",".join(["*"]), help="of names, with | between")
+    parser.add_argument(
+        "--contenders", default=",".join(["*"]), help="names, separated by |; * for all"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -89,7 +91,7 @@ def main() -> None:
     faiss.omp_set_num_threads(arguments.threads)
     asked = CONTENDERS if arguments.contenders == "*" else arguments.contenders.split("|")
     about = environment("cpu", PACKAGES)
-    # The compiled loops are compiled before anything is timed.
+    # Compile before timing.
     tokens.fit(torch.randn(300, 16), 4, 16)
     rows = read(arguments.json) if arguments.json and arguments.json.exists() else []
     for source in arguments.sources:

@@ -20,7 +20,7 @@ from torch import Tensor
 import givens
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from minilm import collect_inputs, embed, load_model, manual, output_error, round_layers
+from minilm import collect_inputs, embed, load_model, output_error, read_manual, round_layers
 from opponents import make_optimizer
 
 # Each method's best by benchmarks/activations.py, on a layer and texts that are not used here.
@@ -62,7 +62,7 @@ if __name__ == "__main__":
     parser.add_argument("--smoke", action="store_true", help="a small random transformer")
     parser.add_argument("--json", type=Path, help="write the rows here")
     given, rows = parser.parse_args(), []
-    model, texts = load_model(given.smoke), manual()
+    model, texts = load_model(given.smoke), read_manual()
     inputs, held_out = (collect_inputs(model, part) for part in (texts[:96], texts[96:128]))
     exact = embed(model, texts[128:256])
     for seed, method in [(s, m) for s in range(given.seeds) for m in given.methods.split(",")]:

@@ -264,16 +264,16 @@ def test_every_compression_of_sentences_is_measured_and_goes_on(tmp_path, monkey
         # One of those that were tried, each once.
         tried = [row for row in measured if row["part"] == "validation"]
         assert len([row for row in tried if row["trained"] == "layer, GCD"]) == 9
-        assert (tmp_path / "rows.md").read_text() == sentences.markdown(test)
+        assert (tmp_path / "rows.md").read_text() == sentences.format_table(test)
 
 
 def test_a_sentence_embedding_is_compressed_as_it_is_told():
     x = torch.nn.functional.normalize(torch.randn(50, 16))
     exact = x @ x.mT
-    assert torch.allclose(sentences.int8(x, x, 16), exact, atol=0.02)
-    assert not torch.equal(sentences.int8(x, x, 16), exact)
-    assert torch.allclose(sentences.truncated(x, x, 64), exact, atol=1e-6)
-    signs = sentences.binary(x, x, 2)
+    assert torch.allclose(sentences.score_int8(x, x, 16), exact, atol=0.02)
+    assert not torch.equal(sentences.score_int8(x, x, 16), exact)
+    assert torch.allclose(sentences.score_truncated(x, x, 64), exact, atol=1e-6)
+    signs = sentences.score_binary(x, x, 2)
     assert torch.allclose(signs, x @ x.sign().mT, atol=1e-6)
     own = torch.arange(50)
     assert sentences.recall(exact, own) == {"recall@1": 1, "recall@10": 1}
@@ -282,7 +282,7 @@ def test_a_sentence_embedding_is_compressed_as_it_is_told():
 
 def test_rotated_layers_compute_the_same_until_they_are_rounded(monkeypatch):
     """Every layer of the copy has its rotation, and the weights belong to the inputs."""
-    model, texts = minilm.load_model(smoke=True), minilm.manual()[:20]
+    model, texts = minilm.load_model(smoke=True), minilm.read_manual()[:20]
     inputs = minilm.collect_inputs(model, texts)
     layers = [name for place in inputs.values() for name in place.layers]
     assert len(layers) == len(set(layers)) == 12
@@ -304,10 +304,10 @@ def test_rotated_layers_compute_the_same_until_they_are_rounded(monkeypatch):
 
 def test_four_bits_are_fifteen_numbers():
     Y = torch.cat([torch.randn(50, 40), torch.zeros(1, 40)])
-    rounded = minilm.rounded(Y)
+    rounded = minilm.round_rows(Y)
     assert max(len(row.unique()) for row in rounded) <= 15
     assert ((rounded - Y).abs() <= Y.abs().amax(1, keepdim=True) / 14 + 1e-6).all()
-    assert torch.equal(minilm.rounded(rounded).sign(), rounded.sign())
+    assert torch.equal(minilm.round_rows(rounded).sign(), rounded.sign())
 
 
 @pytest.fixture

@@ -199,9 +199,9 @@ def test_tables_are_the_rows(page, rows, by, columns):
 
 def test_the_table_of_sentences_is_the_rows(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    markdown = importlib.import_module("sentences").markdown
+    format_table = importlib.import_module("sentences").format_table
     rows = json.loads((ROOT / "results" / "sentences.json").read_text())
-    table = markdown([row for row in rows if row["part"] == "test"])
+    table = format_table([row for row in rows if row["part"] == "test"])
     assert (ROOT / "results" / "sentences.md").read_text() == table
 
 

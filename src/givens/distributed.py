@@ -1,8 +1,8 @@
-"""Processes that train one model together, and what they exchange; one alone exchanges nothing.
+"""Training on several ranks; without a process group, every function here is local.
 
-Every rank holds all that is learned but the rows of large tables, which are split, and works on its
-part of the batch. A loss is a rank's share of the mean over all rows, so that losses add up over
-ranks, and their gradients too: each rank then takes the same step from the same sums.
+Every rank holds all parameters, except the rows of large tables, which are split, and works on its
+part of the batch. A loss is a rank's share of the mean over all rows, so losses and gradients add
+up over ranks, and each rank takes the same step from the same sums.
 """
 
 import contextlib
@@ -22,52 +22,52 @@ from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-# What the first rank does while others wait, such as the index's start, has to end by then.
+# The timeout for work of the first rank while others wait, such as the start of the index.
 PATIENCE = datetime.timedelta(hours=2)
 
 Made = TypeVar("Made")
 
 
-def alone() -> bool:
+def is_alone() -> bool:
     """Whether there is no process group."""
     return not (distributed.is_available() and distributed.is_initialized())
 
 
 def count() -> int:
-    """How many ranks there are."""
-    return 1 if alone() else distributed.get_world_size()
+    """The number of ranks."""
+    return 1 if is_alone() else distributed.get_world_size()
 
 
 def is_first() -> bool:
-    """Whether this is the rank that writes and tells."""
-    return alone() or distributed.get_rank() == 0
+    """Whether this is the rank that writes files and output."""
+    return is_alone() or distributed.get_rank() == 0
 
 
 def rows(total: int) -> slice:
-    """Which of so many rows are this rank's: as many as any other's, or one less or more."""
-    if alone():
+    """This rank's range of `total` rows; the sizes of ranges differ by at most one."""
+    if is_alone():
         return slice(0, total)
     return slice(*bounds(total)[distributed.get_rank() :][:2])
 
 
 def bounds(total: int) -> list[int]:
-    """Where each rank's rows begin, and where those of the last end."""
+    """The first row of each rank, followed by `total`."""
     return [rank * total // count() for rank in range(count() + 1)]
 
 
 def sizes(total: int) -> list[int]:
-    """How many of so many rows each rank has."""
+    """The number of rows of each rank."""
     return [stop - first for first, stop in pairwise(bounds(total))]
 
 
 def share(mean: Tensor, part: int, total: int) -> Tensor:
-    """What the mean over a part of the rows adds to the mean over all."""
-    return mean if alone() else mean * (part / total)
+    """The contribution of the mean over `part` rows to the mean over `total` rows."""
+    return mean if is_alone() else mean * (part / total)
 
 
 def sum_ranks(x: Tensor) -> Tensor:
     """The sum over ranks, without a gradient."""
-    if alone():
+    if is_alone():
         return x
     x = x.detach().clone()
     with _exchange():
@@ -76,35 +76,35 @@ def sum_ranks(x: Tensor) -> Tensor:
 
 
 def gather_rows(x: Float[Tensor, "part n"], total: int) -> Float[Tensor, "all n"]:
-    """The rows of all ranks; what they are used for on any rank flows back to the one they are of.
+    """The rows of all ranks. Gradients from every rank flow back to the rank that owns a row.
 
     Args:
         x: the rows of this rank, `rows(total)` of them.
-        total: how many all ranks have.
+        total: the number of rows of all ranks.
     """
-    if alone():
+    if is_alone():
         return x
     return exchange(x.repeat(count(), *[1] * (x.ndim - 1)), [len(x)] * count(), sizes(total))
 
 
 def exchange(x: Tensor, sent: list[int], taken: list[int]) -> Tensor:
-    """Send the first `sent[0]` rows to the first rank, and so on; gives what came, in their order.
+    """Send the first `sent[0]` rows to the first rank, and so on; returns the rows from all ranks.
 
-    Gradients go back the way that the rows came.
+    The first `taken[0]` of these are from the first rank. Gradients flow back to the senders.
     """
-    if alone():
+    if is_alone():
         return x
     came: Tensor = _Exchanged.apply(x, sent, taken)  # type: ignore[no-untyped-call]
     return came
 
 
 def add_gradients(parameters: Iterable[Tensor]) -> None:
-    """Put the sum over ranks in the place of each gradient; those of split tables are whole."""
+    """Replace each gradient by its sum over ranks; those of split tables are complete already."""
     gradients = [part.grad for part in parameters if part.grad is not None]
     gradients = [gradient for gradient in gradients if not gradient.is_sparse]
-    if alone() or not gradients:
+    if is_alone() or not gradients:
         return
-    # They travel together: sending takes longer than what is sent.
+    # One message: latency outweighs its size.
     bundle = torch.cat([gradient.flatten() for gradient in gradients])
     with _exchange():
         distributed.all_reduce(bundle)
@@ -114,8 +114,8 @@ def add_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def copy_from_first(*parts: Tensor | None) -> None:
-    """Put the first rank's parts in the place of this one's."""
-    if not alone():
+    """Overwrite the parts by those of the first rank."""
+    if not is_alone():
         with _exchange():
             for part in parts:
                 if part is not None:
@@ -123,13 +123,13 @@ def copy_from_first(*parts: Tensor | None) -> None:
 
 
 def from_first(make: Callable[[], Made]) -> Made:
-    """What the first rank makes, or the error that it ends with, on all of them."""
+    """Call `make` on the first rank; all ranks return its result or raise its error."""
     return cast(Made, from_all(lambda: make() if is_first() else None)[0])
 
 
 def from_all(make: Callable[[], Made]) -> list[Made]:
-    """What each rank makes, in their order, or the first of their errors, on all of them."""
-    if alone():
+    """Call `make` on every rank; all return the list of results or raise the first error."""
+    if is_alone():
         return [make()]
     mine: tuple[Made | None, Exception | None]
     try:
@@ -145,16 +145,16 @@ def from_all(make: Callable[[], Made]) -> list[Made]:
     return [made for made, _ in everything]
 
 
-def together(make: Callable[[], Made]) -> Made:
-    """What each rank makes for itself; an error on any of them is raised on all."""
+def run_together(make: Callable[[], Made]) -> Made:
+    """Call `make` on every rank; each returns its own result, and all raise the first error."""
     made: list[Made] = []
     from_all(lambda: made.append(make()))
     return made[0]
 
 
 def check_same(name: str, parts: Iterable[Tensor | str], hint: str) -> None:
-    """Refuse to go on where the parts are not the same on all ranks, bit for bit."""
-    if alone():
+    """Raise if the parts are not bit for bit the same on all ranks."""
+    if is_alone():
         return
     digest = hashlib.sha256()
     for part in parts:
@@ -172,28 +172,28 @@ def check_same(name: str, parts: Iterable[Tensor | str], hint: str) -> None:
 
 
 def join(device: torch.device) -> torch.device:
-    """Join the processes that torchrun started; gives the device of this one.
+    """Join the process group of torchrun, if there is one; returns the device of this rank.
 
-    By gloo on CPUs, by nccl on GPUs, one for each rank.
+    The backend is gloo on CPUs and nccl on GPUs, of which each rank takes one.
     """
     if not distributed.is_torchelastic_launched():
         return device
     options: dict[str, Any] = {"backend": "gloo", "timeout": PATIENCE}
     if device.type == "cuda":
-        device = _own_gpu(device)
+        device = _choose_gpu(device)
         options |= {"backend": "nccl", "device_id": device}
-    store, rank, world = _store(PATIENCE)
+    store, rank, world = _open_store(PATIENCE)
     with _exchange():
         distributed.init_process_group(**options, store=store, rank=rank, world_size=world)
     return device
 
 
 def leave() -> None:
-    """End the process of a rank, its work done; one alone goes on.
+    """End the process of a rank after its work; without a process group, do nothing.
 
-    At once, since gloo's threads may race with the interpreter's end.
+    It ends at once, since gloo's threads may race with the interpreter's shutdown.
     """
-    if alone():
+    if is_alone():
         return
     with _exchange():
         distributed.barrier()
@@ -204,22 +204,22 @@ def leave() -> None:
 
 
 def is_told(what: str) -> bool:
-    """Whether another rank has told of an error that several have; else this one is to."""
+    """Whether another rank has already reported this error; if not, this rank is to do so."""
     if not distributed.is_torchelastic_launched():
         return False
-    # Once a rank has failed, torchrun stops the others, which are ending themselves.
+    # Once a rank has failed, torchrun sends SIGTERM to the others, which are ending already.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        # By the store that torchrun keeps for all of them.
-        store, _, _ = _store(datetime.timedelta(seconds=5))
+        # torchrun's store is shared by all ranks.
+        store, _, _ = _open_store(datetime.timedelta(seconds=5))
         return int(store.add(f"told: {what}", 1)) > 1
     except RuntimeError:
-        # The store is gone with its machine.
+        # The machine of the store is gone.
         return False
 
 
-def _own_gpu(device: torch.device) -> torch.device:
-    """The GPU of this rank among those of its machine."""
+def _choose_gpu(device: torch.device) -> torch.device:
+    """The GPU of this rank, among those of its machine."""
     if device.index is not None:
         raise ValueError(
             "--device must be cuda under torchrun, where each rank takes a GPU of its own, "
@@ -236,10 +236,10 @@ def _own_gpu(device: torch.device) -> torch.device:
     return device
 
 
-def _store(timeout: datetime.timedelta) -> tuple[Any, int, int]:
-    """The store that torchrun keeps, this rank and how many there are."""
+def _open_store(timeout: datetime.timedelta) -> tuple[Any, int, int]:
+    """The store of torchrun, this rank, and the number of ranks."""
     store, rank, world = next(rendezvous("env://", timeout=timeout))
-    # After a restart it still has what ranks wrote that are no more.
+    # After a restart the store still holds entries of earlier ranks.
     return PrefixStore(f"givens {os.environ['TORCHELASTIC_RESTART_COUNT']}", store), rank, world
 
 
@@ -250,15 +250,15 @@ def _exchange() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # "Connection closed by peer", without the place in gloo's code and its advice.
+        # "Connection closed by peer", without the line of gloo's source and its advice.
         why = re.sub(r"^\[\S+\] ", "", f"{error}").split(". ")[0]
         raise ConnectionError(
-            f"a rank was lost ({why}); run again with --resume to go on from the last checkpoint"
+            f"a rank was lost ({why}); run again with --resume to continue from the last checkpoint"
         ) from error
 
 
 class _Exchanged(torch.autograd.Function):
-    """`exchange`; torch's own with a gradient is deprecated in one place, private in the other."""
+    """`exchange`, with its gradient; torch's versions are deprecated or private."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], taken: list[int]) -> Tensor:

@@ -1,11 +1,11 @@
-"""Semantic IDs: an item's vector as a few tokens, for recommenders that generate them.
+"""Semantic IDs: an item's vector as a few tokens, for generative recommenders.
 
     residual stages t_s = the nearest of L_s centroids to the residual of the stages before
     product tail t_d = the codewords of the last residual, rotated and cut into D pieces
 
 With a tail only, tokens are those of Faiss's "OPQ{m},IVF1,PQ{m}x8", with a learned rotation. With
-stages only, they are those of residual k-means, where a rotation would change nothing: centroids
-rotate with the vectors, and distances stay the same.
+stages only, they are those of residual k-means, where a rotation has no effect: centroids rotate
+with the vectors, and distances do not change.
 
 IDs are stable: `assign` changes an item's ID only if its codes change.
 """
@@ -83,7 +83,7 @@ class Tokenizer:
     def encode(self, x: Any) -> Int64[Tensor, "N m"]:
         """The tokens of vectors (N, n)."""
         x = as_vectors(x)
-        return torch.cat([self._tokens(part)[0] for part in self._parts(x)])
+        return torch.cat([self._encode_part(part)[0] for part in self._slice(x)])
 
     def decode(self, tokens: Int64[Tensor, "N m"]) -> Float[Tensor, "N n"]:
         """The vectors that tokens decode to."""
@@ -106,7 +106,7 @@ class Tokenizer:
     def distortion(self, x: Any) -> float:
         """The mean squared error of vectors (N, n), normalised first for cosine."""
         x = as_vectors(x)
-        total = sum(float(self._tokens(part)[1]) for part in self._parts(x))
+        total = sum(float(self._encode_part(part)[1]) for part in self._slice(x))
         return total / len(x)
 
     def save(self, path: str | Path) -> None:
@@ -136,7 +136,7 @@ class Tokenizer:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
 
-    def _parts(self, x: Any) -> Iterator[Tensor]:
+    def _slice(self, x: Any) -> Iterator[Tensor]:
         if len(x.shape) != 2 or x.shape[1] != self.dim or not len(x):
             raise ValueError(f"x must have shape (N, {self.dim}), but got {tuple(x.shape)}")
         at = 0
@@ -145,7 +145,7 @@ class Tokenizer:
             yield torch.nn.functional.normalize(part) if self.normalise else part
             at += len(part)
 
-    def _tokens(self, part: Tensor) -> tuple[Tensor, Tensor]:
+    def _encode_part(self, part: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens of a slice of vectors, and the sum of their squared errors."""
         found = []
         for stage in self.stages:
@@ -315,7 +315,7 @@ def assign(
     N, m = fresh.shape
     ids = Ids(np.arange(N) if names is None else np.asarray(names), fresh)
     if previous is None:
-        tokens = np.column_stack([fresh, _numbers(fresh)]) if further else fresh
+        tokens = np.column_stack([fresh, _number_items(fresh)]) if further else fresh
         return Assigned(Ids(ids.names, tokens), None)
     if previous.tokens.shape[1] != m + further:
         raise ValueError(
@@ -334,7 +334,7 @@ def assign(
     tokens = fresh
     if further:
         held = np.where(stays, previous.tokens[at, m], -1)
-        tokens = np.column_stack([fresh, _numbers(fresh, held, previous.tokens)])
+        tokens = np.column_stack([fresh, _number_items(fresh, held, previous.tokens)])
     kept = int(stays.sum())
     changed = int(known.sum()) - kept
     removed = len(previous.names) - int(known.sum())
@@ -346,15 +346,15 @@ class Report:
     """The quality of IDs: how many items share one, and how evenly tokens are used."""
 
     colliding: float
-    """The share of items whose codes another item has too."""
+    """The share of items that share their codes with another item."""
     distinct: int
-    """Different codes."""
+    """The number of distinct codes."""
     largest: int
     """The number of items with the most common codes."""
     perplexity: list[float]
     """At each place: e^entropy of the tokens; their number if all are used equally."""
     used: list[int]
-    """At each place: how many tokens are in use."""
+    """At each place: the number of tokens in use."""
     imbalance: list[float]
     """At each place: 1 if all tokens are used equally, their number if only one is."""
 
@@ -379,12 +379,12 @@ def report(codes: Int64[Tensor, "N m"], sizes: Sequence[int]) -> Report:
     )
 
 
-def _numbers(
+def _number_items(
     codes: Integers, held: Integers | None = None, before: Integers | None = None
 ) -> Integers:
-    """A number for each item that no other item with the same codes has, or had before.
+    """Number the items with the same codes, without numbers that such items had before.
 
-    Where `held` is not negative, it is kept.
+    Non-negative numbers in `held` are kept.
     """
     N, m = codes.shape
     known = codes if before is None else np.concatenate([codes, before[:, :m]])

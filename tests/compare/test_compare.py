@@ -12,7 +12,7 @@ import torch
 
 import givens
 from givens.compare import page, run
-from givens.compare.methods import METHODS, contenders, ranked_by
+from givens.compare.methods import METHODS, choose_metric, contenders
 from givens.compare.run import Options
 from givens.search import ground_truth, recall, rerank
 
@@ -45,7 +45,7 @@ def test_every_method_keeps_to_the_bytes_and_finds_neighbours(metric, x, queries
     """At budgets that divide the dimension and that do not; what it states is what Faiss keeps."""
     options = dataclasses.replace(SMALL, metric=metric)
     data = run.split(x, queries, options)
-    by = ranked_by(metric)
+    by = choose_metric(metric)
     truth = ground_truth(data.base, data.queries, run.K, by).numpy()
     methods = {}
     for one in contenders(n, [8, 23], 8, metric):

@@ -45,7 +45,7 @@ def test_a_method_that_is_wrong_is_not_timed():
         return (lambda: 1.1 * weight()), step
 
     told = []
-    assert not list(fig4.measured(["gcd-random", "svd"], 8, "cpu", make=broken, tell=told.append))
+    assert not list(fig4.measure(["gcd-random", "svd"], 8, "cpu", make=broken, tell=told.append))
     assert "not orthogonal" in told[0]
     assert "does not move" in told[1]
 
@@ -68,8 +68,8 @@ def test_bad_input_of_fig3(tmp_path, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--dims", "8,x"], "--dims must be numbers"),
-        (["--dims", "1"], "--dims must be numbers"),
+        (["--dims", "8,x"], "--dims must be comma-separated numbers"),
+        (["--dims", "1"], "--dims must be comma-separated numbers"),
         (["--device", "tpu"], "--device must be cpu or cuda"),
         (["--rows", "missing.json"], "missing.json"),
     ],
@@ -371,7 +371,7 @@ def test_holm_and_what_survives():
         "the distortion is above the baseline: Cayley; below the baseline: GCD; not shown: POGO"
     )
     stats = pytest.importorskip("scipy.stats")
-    ours, theirs = joint.pairs(made[5:10], made[:5], joint.distortion)
+    ours, theirs = joint.pair_values(made[5:10], made[:5], joint.distortion)
     assert joint.paired_p_value(ours, theirs) == pytest.approx(stats.ttest_rel(ours, theirs).pvalue)
     assert joint.p_value(ours, theirs) == pytest.approx(stats.ttest_ind(ours, theirs).pvalue)
 
@@ -405,9 +405,9 @@ def test_ten_seeds_where_five_leave_it_open(monkeypatch):
 
 
 def test_numbers_are_told_to_five_digits():
-    told = [rows.number(value) for value in (43347.6, 0.123456, 0.0, -2.5, np.nan, np.inf)]
+    told = [rows.format_number(value) for value in (43347.6, 0.123456, 0.0, -2.5, np.nan, np.inf)]
     assert told == ["43,348", "0.12346", "0.0000", "-2.5000", "nan", "inf"]
-    assert rows.number(45475.2, 1095.7) == "45,475 ± 1,096"
+    assert rows.format_number(45475.2, 1095.7) == "45,475 ± 1,096"
 
 
 def test_p_values_and_verdicts():

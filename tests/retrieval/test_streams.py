@@ -179,9 +179,9 @@ def test_every_example_comes_once_in_an_epoch(tmp_path, monkeypatch, group, batc
             assert history == past + [-1] * (6 - len(past))
         steps += 1
     for stream in range(order.streams):
-        spans, last = [order.span((stream, 0, 0))], (stream, 0, 0)
-        while (last := order.next(last))[1] == 0:
-            spans.append(order.span(last))
+        spans, last = [order.find_span((stream, 0, 0))], (stream, 0, 0)
+        while (last := order.find_next(last))[1] == 0:
+            spans.append(order.find_span(last))
         assert max(span.stop - span.first for span in spans) <= 5 * streams.WINDOW
         assert sum(b - a for span in spans for _, a, b in span.pieces) == spans[-1].stop
     counted = Counter(seen[0])
@@ -570,7 +570,7 @@ def test_files_that_change_while_a_run_reads_them(tmp_path):
         put(folder, {**table, **changed}, group=100)
         examples.reader.log.source._last = (-1, None)
         # A step that reaches the end of each stream, and so all windows.
-        with pytest.raises(ValueError, match=r"row group \d+ is not as it was"):
+        with pytest.raises(ValueError, match=r"row group \d+ has changed"):
             examples.draw(0, int(examples.reader.log.examples.sum()))
     put(folder, table, group=100)
     log = read(folder)

@@ -95,7 +95,7 @@ def _show(runs: dict[str, Folder], full: int) -> None:
         ("full precision, no index", "full", str(full)),
         ("popularity", "popularity", "–"),
     ):
-        table.add_row(name, "–", f"{100 * (alone.found(by) or 0):.2f} %", size, "–")
+        table.add_row(name, "–", f"{100 * (alone.find_recall(by) or 0):.2f} %", size, "–")
     Console().print(table)
     typer.echo("Distortion and recall at the step that did best on the validation users.")
 

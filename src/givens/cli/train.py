@@ -279,7 +279,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 def run_record(config: Config, log: Log, device: str, data: Path | None) -> dict[str, Any]:
     """The record of a run, for its config.json."""
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "seed"}
-    if not distributed.alone():
+    if not distributed.is_alone():
         options["ranks"] = distributed.count()
     about = out.make_record(config.seed, device, data=data and str(data), **log.rules, **options)
     if log.selection is not None:

@@ -40,15 +40,15 @@ class Contender:
     """Its name in `--methods`."""
     name: str
     budget: int
-    """Bytes a vector it must not exceed; ids of an inverted file are not among them."""
+    """The most bytes a vector, without the ids of an inverted file."""
     index: str
-    """How Faiss calls it."""
+    """Its name in Faiss."""
     make: Callable[[Table, Metric, int], Any]
     """A trained, empty index from vectors, metric and seed."""
     form: str = "flat"
     """flat, fastscan or ivf."""
     growth: int = 1
-    """Its cost grows with this power of the bytes."""
+    """The power of the bytes with which its cost grows."""
     sample: int | None = None
     """The most vectors it learns from."""
 
@@ -94,7 +94,7 @@ def _givens_fastscan(dim: int, budget: int, lists: int, metric: Metric) -> Itera
 def _pq(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
     if (wide := _round_up(dim, budget)) is not None:
         text = f"PQ{budget}x8np"
-        yield Contender("pq", "Faiss PQ", budget, text, _by_factory(dim, text, wide))
+        yield Contender("pq", "Faiss PQ", budget, text, _make_factory(dim, text, wide))
 
 
 def _opq_identity(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
@@ -111,7 +111,7 @@ def _opq(dim: int, budget: int, *, identity: bool) -> Iterator[Contender]:
         return
 
     def make(x: Table, metric: Metric, seed: int) -> Any:
-        q = fit_opq(_pad(dim, wide, x), budget, metric=ranked_by(metric), identity=identity)
+        q = fit_opq(_pad(dim, wide, x), budget, metric=choose_metric(metric), identity=identity)
         return _add_padding(dim, wide, to_faiss(q))
 
     start = "identity" if identity else "default"
@@ -124,22 +124,26 @@ def _pca_pq(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Conte
     kept = -(-dim // (2 * budget)) * budget
     if kept < dim:
         text = f"PCA{kept},PQ{budget}x8np"
-        yield Contender("pca-pq", f"PCA to {kept}, PQ", budget, text, _by_factory(dim, text))
+        yield Contender("pca-pq", f"PCA to {kept}, PQ", budget, text, _make_factory(dim, text))
 
 
 def _rabitq(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
     for bits, kept in _rabitq_forms(dim, budget):
         first = f"RR{dim}" if kept == dim else f"PCAR{kept}"
         text = f"{first},RaBitQ{bits}"
-        name = f"RaBitQ, {_bits(bits)}" if kept == dim else f"PCA to {kept}, RaBitQ, {_bits(bits)}"
-        yield Contender("rabitq", name, budget, text, _by_factory(dim, text))
+        name = (
+            f"RaBitQ, {_format_bits(bits)}"
+            if kept == dim
+            else f"PCA to {kept}, RaBitQ, {_format_bits(bits)}"
+        )
+        yield Contender("rabitq", name, budget, text, _make_factory(dim, text))
 
 
 def _rabitq_fastscan(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
     for bits, kept in _rabitq_forms(dim, budget)[:1]:
         first, pca = (f"RR{dim}", "") if kept == dim else (f"PCAR{kept}", f"PCA to {kept}, ")
-        text, name = f"{first},RaBitQfs{bits}", f"{pca}RaBitQ, {_bits(bits)}, FastScan"
-        make = _by_factory(dim, text)
+        text, name = f"{first},RaBitQfs{bits}", f"{pca}RaBitQ, {_format_bits(bits)}, FastScan"
+        make = _make_factory(dim, text)
         yield Contender("rabitq-fastscan", name, budget, text, make, "fastscan")
 
 
@@ -147,12 +151,12 @@ def _rabitq_ivf(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[C
     for bits, kept in _rabitq_forms(dim, budget)[:1]:
         first, pca = (f"RR{dim}", "") if kept == dim else (f"PCAR{kept}", f"PCA to {kept}, ")
         text = f"{first},IVF{lists},RaBitQ{bits}"
-        name = f"{pca}RaBitQ, {_bits(bits)}, inverted file"
-        yield Contender("rabitq-ivf", name, budget, text, _by_factory(dim, text), "ivf")
+        name = f"{pca}RaBitQ, {_format_bits(bits)}, inverted file"
+        yield Contender("rabitq-ivf", name, budget, text, _make_factory(dim, text), "ivf")
 
 
 def _rabitq_forms(dim: int, budget: int) -> list[tuple[int, int]]:
-    """(bits, dimensions): the most bits for all dimensions, and one step more after a PCA."""
+    """(bits, dimensions): the most bits for all dimensions, and more bits after a PCA."""
     whole = [bits for bits in RABITQ_BITS if _rabitq_dims(bits, budget) >= dim]
     forms = [(whole[-1], dim)] if whole else []
     for bits in RABITQ_BITS[len(whole) :][:2]:
@@ -163,7 +167,7 @@ def _rabitq_forms(dim: int, budget: int) -> list[tuple[int, int]]:
 
 
 def _rabitq_dims(bits: int, budget: int) -> int:
-    """How many dimensions fit into a budget, at that many bits each."""
+    """The number of dimensions that fit into a budget, at this many bits each."""
     return max(0, 8 * (budget - FACTORS[bits > 1])) // bits
 
 
@@ -188,7 +192,7 @@ def _sq(dim: int, budget: int, method: str, kind: str, bits: int) -> Iterator[Co
     pca, words = ("", "") if kept == dim else (f"PCA{kept},", f"PCA to {kept}, ")
     text = f"{pca}SQ{kind}"
     name = f"{words}{'half precision' if kind == 'fp16' else f'SQ{kind}'}"
-    yield Contender(method, name, budget, text, _by_factory(dim, text))
+    yield Contender(method, name, budget, text, _make_factory(dim, text))
 
 
 def _turboquant(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
@@ -197,15 +201,15 @@ def _turboquant(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[C
     for bits in (4, 3, 2, 1) if unit else (4, 3, 2):
         text = f"RR{dim},SQtq{'mse' if unit else ''}{bits}"
         if dim * bits / 8 + (0 if unit else 8) <= budget and _is_known(dim, text):
-            name = f"TurboQuant, {_bits(bits)}"
-            yield Contender("turboquant", name, budget, text, _by_factory(dim, text))
+            name = f"TurboQuant, {_format_bits(bits)}"
+            yield Contender("turboquant", name, budget, text, _make_factory(dim, text))
             return
 
 
 def _additive(form: str) -> Callable[[int, int, int, Metric], Iterator[Contender]]:
-    """Sums of codewords; for L2 one byte holds the norm, so that tables can be used."""
+    """Additive quantizers; for L2, one byte holds the norm, so that lookup tables can be used."""
 
-    def listed(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
+    def list_contenders(dim: int, budget: int, lists: int, metric: Metric) -> Iterator[Contender]:
         if form == "PRQ":
             if budget % 4 or (wide := _round_up(dim, budget // 4)) is None:
                 return
@@ -214,12 +218,12 @@ def _additive(form: str) -> Callable[[int, int, int, Metric], Iterator[Contender
             words = dim
             text = f"{form}{budget - 1}x8_Nqint8" if metric != "ip" else f"{form}{budget}x8_Nnone"
         names = {"RQ": "residual quantizer", "LSQ": "LSQ", "PRQ": "product residual quantizer"}
-        make = _by_factory(dim, text, words)
+        make = _make_factory(dim, text, words)
         growth = 1 if form == "PRQ" else 2
         sample = ADDITIVE_SAMPLE
         yield Contender(form.lower(), names[form], budget, text, make, "flat", growth, sample)
 
-    return listed
+    return list_contenders
 
 
 METHODS: dict[str, Callable[[int, int, int, Metric], Iterator[Contender]]] = {
@@ -249,7 +253,7 @@ def _make_fit(
 ) -> Callable[[Table, Metric, int], Any]:
     def make(x: Table, metric: Metric, seed: int) -> Any:
         table = torch.from_numpy(_pad(dim, wide, x))
-        by = ranked_by(metric)
+        by = choose_metric(metric)
         q: Quantizer = givens.fit(
             table, subspaces, codewords=codewords, coarse=coarse, metric=by, seed=seed, sample=0
         )
@@ -258,7 +262,7 @@ def _make_fit(
     return make
 
 
-def _by_factory(
+def _make_factory(
     dim: int, text: str, wide: int | None = None
 ) -> Callable[[Table, Metric, int], Any]:
     def make(x: Table, metric: Metric, seed: int) -> Any:
@@ -318,8 +322,8 @@ def _add_padding(dim: int, wide: int, index: Any) -> Any:
     return faiss.IndexPreTransform(remap, index)
 
 
-def ranked_by(metric: Metric) -> Metric:
-    """The metric of the indexes: for cosine, vectors are normalised once, and L2 ranks alike."""
+def choose_metric(metric: Metric) -> Metric:
+    """The metric of the indexes; for cosine, L2 on normalised vectors."""
     return "ip" if metric == "ip" else "l2"
 
 
@@ -332,5 +336,5 @@ def _is_known(dim: int, text: str) -> bool:
     return True
 
 
-def _bits(bits: int) -> str:
+def _format_bits(bits: int) -> str:
     return f"{bits} bit{'s' * (bits > 1)}"

@@ -66,7 +66,7 @@ def advice(result: dict[str, Any]) -> list[str]:
         best, *others = sorted(there, key=lambda row: -row["recall@10"])
         bits = 8 * best["bytes"] / dim
         density = f"{bits:.2g} bit{'s' * (bits != 1)} a dimension"
-        level = [row for row in others if _level(best, row)]
+        level = [row for row in others if _are_level(best, row)]
         winners.append((budget, best, level))
         line = (
             f"At {budget} bytes ({density}): {best['name']} finds "
@@ -74,7 +74,7 @@ def advice(result: dict[str, Any]) -> list[str]:
         )
         if best["reranked_recall@10"] < 0.9995:
             line += f", {_percent(best['reranked_recall@10'])} when 100 are ranked again"
-        other = next((row for row in others if not _level(best, row)), None)
+        other = next((row for row in others if not _are_level(best, row)), None)
         if level:
             line += f"; level with it within two standard errors: {_names(level)}"
         if other is not None:
@@ -96,8 +96,8 @@ def _summary(winners: list[tuple[int, Row, list[Row]]]) -> str:
             spans[-1][1].append(budget)
         else:
             spans.append((name, [budget]))
-    parts = [f"{_title(name)} at {_joined(map(str, sizes))} bytes" for name, sizes in spans]
-    return f"For these vectors take {_joined(parts)}."
+    parts = [f"{_title(name)} at {_join(map(str, sizes))} bytes" for name, sizes in spans]
+    return f"For these vectors take {_join(parts)}."
 
 
 def _title(family: str) -> str:
@@ -174,7 +174,7 @@ def _best(rows: list[Row]) -> float:
     return max((row["recall@10"] for row in rows), default=math.nan)
 
 
-def _level(one: Row, other: Row) -> bool:
+def _are_level(one: Row, other: Row) -> bool:
     """Whether two recalls do not differ significantly."""
     error = math.hypot(one["recall@10_error"], other["recall@10_error"])
     return bool(abs(one["recall@10"] - other["recall@10"]) <= ERRORS * error)
@@ -185,10 +185,10 @@ def _family(row: Row) -> str:
 
 
 def _names(rows: list[Row]) -> str:
-    return _joined(dict.fromkeys(row["name"] for row in rows))
+    return _join(dict.fromkeys(row["name"] for row in rows))
 
 
-def _joined(words: Iterable[str]) -> str:
+def _join(words: Iterable[str]) -> str:
     *most, last = words
     return f"{', '.join(most)} and {last}" if most else last
 

@@ -21,8 +21,8 @@ from givens.compare.methods import (
     NPROBES,
     Contender,
     Table,
+    choose_metric,
     contenders,
-    ranked_by,
 )
 from givens.export.faiss import inverted
 from givens.paper.rows import environment
@@ -32,7 +32,7 @@ from givens.storage import files
 from givens.storage.vectors import rows_of
 
 BYTES = (16, 32, 64, 96)
-# Defaults: vectors to search, vectors to learn from, and held-out queries.
+# Defaults: vectors to search, vectors to train on, and held-out queries.
 SAMPLE, TRAINED, QUERIES = 200_000, 65_536, 1_000
 LEAST = 1_000
 # Neighbours to search, which are also the candidates for re-ranking.
@@ -49,7 +49,7 @@ class Options:
     metric: Metric = "l2"
     methods: tuple[str, ...] = tuple(METHODS)
     minutes: float | None = None
-    """Begin nothing that is not likely to end in time."""
+    """Time budget: contenders that are unlikely to end in time are skipped."""
     sample: int = SAMPLE
     trained: int = TRAINED
     seed: int = 0
@@ -78,7 +78,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Split:
-    """Vectors to search, vectors to learn from, and held-out queries."""
+    """Vectors to search, vectors to train on, and held-out queries."""
 
     base: Table
     train: Table
@@ -127,10 +127,10 @@ def compare(
 
     Args:
         x: vectors (N, n): an array, a tensor, or a file of them.
-        path: the file of the rows, existing ones included.
+        path: the file of the rows, including existing ones.
         options: what to compare.
         queries: vectors (Q, n); by default some of x are held out.
-        about: the name of the vectors, and all else that the rows depend on.
+        about: the name of the vectors, and whatever else the rows depend on.
         tell: called with the number of finished contenders, their total, and the current one.
     """
     options.check()
@@ -167,7 +167,7 @@ def compare(
         small = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
         givens.fit(small, 2, codewords=16)
         tell(0, len(asked), "exact neighbours")
-        metric = ranked_by(options.metric)
+        metric = choose_metric(options.metric)
         truth = ground_truth(data.base, data.queries, K, metric).numpy()
         for number, one in enumerate(asked):
             if (one.method, one.index) in done:

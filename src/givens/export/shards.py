@@ -302,7 +302,7 @@ def save_parts(
         first: the number of this part's first vector.
         device: by which ranks exchange codes.
     """
-    if distributed.alone():
+    if distributed.is_alone():
         save_index(index, path, about)
     elif q.coarse is not None:
         folder = Path(path).with_name(f"{Path(path).name}.parts")

@@ -1,8 +1,8 @@
-"""Figure 2: convergence on fixed embeddings, OPQ's alternation with other ways to learn R.
+"""Figure 2: convergence on fixed embeddings, for OPQ and other ways to learn R.
 
-Every iteration assigns the vectors, moves the codewords and turns R. (a) distortion against
-iteration for every method, with the paper's 5 steps at λ = 1e-4, and with each method's own best
-rate; (b, c) mean and spread of runs on parts of the data, for OPQ and GCD-G.
+Every iteration assigns the vectors, updates the codewords and turns R. (a) Distortion against
+iteration for every method, with the paper's 5 steps at λ = 1e-4 and with the best rate of each
+method; (b, c) mean and standard deviation of runs on parts of the data, for OPQ and GCD-G.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from givens.fixed.turns import Learned
 from givens.paper.rows import (
     Rows,
     environment,
+    format_number,
     machine,
-    number,
-    plain_ticks,
     read,
     save_picture,
+    set_plain_ticks,
     write,
 )
 from givens.storage import vectors
 
 SUBSPACES, CODEWORDS = 4, 256
 RATE, STEPS = 1e-4, 5
-# What a method's own rate is chosen from, by the distortion on a tenth of the data.
+# A method's best rate is the one with the least distortion on a tenth of the data.
 RATES = (1e-7, 1e-6, 1e-5, 3e-5, 1e-4, 3e-4)
 METHODS: tuple[str, ...] = get_args(Learned)
 FRACTIONS, RUNS = (0.1, 0.3, 1.0), 10
@@ -49,7 +49,7 @@ LAYOUTS = ("sift_base.fvecs", "base.npy", "base.fvecs", "base_*.npy", "*_base.fv
 
 
 def read_base(folder: Path, device: str) -> Tensor:
-    """The base vectors of a folder: SIFT1M's own layout, or base.npy, in one or several parts."""
+    """The base vectors of a folder: SIFT1M's layout, or base.npy, in one or several parts."""
     for layout in LAYOUTS:
         found = sorted(folder.glob(layout))
         if found:
@@ -59,7 +59,7 @@ def read_base(folder: Path, device: str) -> Tensor:
 
 
 def digest(x: Tensor) -> str:
-    """By which rows know their vectors: some thousands of them, from first to last."""
+    """A digest by which rows identify their vectors, from some thousands of them."""
     some = x[:: max(1, len(x) // 4096)].cpu().contiguous().numpy()
     return hashlib.sha256(f"{tuple(x.shape)}".encode() + some.tobytes()).hexdigest()[:16]
 
@@ -69,7 +69,7 @@ Chosen = dict[str, dict[str, Any]]
 
 
 class Runs:
-    """The rows of a figure, kept as they come: a run that is there is not run again."""
+    """The rows of a figure, written as runs finish; runs that have a row are not repeated."""
 
     def __init__(self, path: Path, x: Tensor, iterations: int, tell: Callable[[str], None]) -> None:
         self.path, self.x, self.iterations, self.tell = path, x, iterations, tell
@@ -80,7 +80,7 @@ class Runs:
     def run(
         self, method: str, *, rate: float | None, fraction: float = 1.0, seed: int = 0
     ) -> dict[str, Any]:
-        """The distortion after every iteration, from the identity and sampled codewords."""
+        """The row of a fit from the identity and sampled codewords, with its distortions."""
         how = {
             "method": method,
             "rate": None if method == "opq" else rate,
@@ -124,49 +124,51 @@ class Runs:
         self.rows.append(row)
         write(self.path, self.rows)
         rated = f" λ = {how['rate']:g}" if how["rate"] else ""
-        self.tell(f"{method}{rated}, {100 * fraction:g} % of the data: {number(row['final'])}")
+        self.tell(
+            f"{method}{rated}, {100 * fraction:g} % of the data: {format_number(row['final'])}"
+        )
         return row
 
-    def tuned(self, method: str) -> float:
+    def tune(self, method: str) -> float:
         """The rate with the least distortion on a tenth of the data."""
         tried = {rate: self.run(method, rate=rate, fraction=0.1)["final"] for rate in RATES}
         return min(tried, key=lambda rate: tried[rate])
 
 
 def run_a(runs: Runs) -> None:
-    """All methods at the paper's rate, and each at its own."""
+    """Run all methods at the paper's rate, and each at its best rate."""
     for method in METHODS:
         runs.run(method, rate=RATE)
         if method != "opq":
-            runs.run(method, rate=runs.tuned(method))
+            runs.run(method, rate=runs.tune(method))
     runs.run("gcd-greedy", rate=None)
 
 
 def run_bc(runs: Runs, method: str) -> None:
-    """Ten runs of a method on each part of the data, GCD-G at the paper's rate."""
+    """Run a method ten times on each part of the data, GCD-G at the paper's rate."""
     for fraction in FRACTIONS:
         for seed in range(RUNS):
             runs.run(method, rate=RATE, fraction=fraction, seed=seed)
 
 
-def chosen_a(rows: Rows) -> tuple[Chosen, Chosen, dict[str, Any] | None]:
-    """Rows by method, at the paper's rate and at the best one; and the row of exact angles."""
+def select_a(rows: Rows) -> tuple[Chosen, Chosen, dict[str, Any] | None]:
+    """The rows by method at the paper's rate and at the best rate, and the row of exact angles."""
     whole = [row for row in rows if row["fraction"] == 1]
-    exact = next((row for row in whole if _exact(row)), None)
+    exact = next((row for row in whole if _is_exact(row)), None)
     paper = {
         row["method"]: row
         for row in whole
         if row["rate"] == (None if row["method"] == "opq" else RATE)
     }
-    best = {m: min(_of(whole, m), key=lambda row: row["final"]) for m in paper}
+    best = {m: min(_select(whole, m), key=lambda row: row["final"]) for m in paper}
     return paper, best, exact
 
 
 def plot_a(pyplot: Any, rows: Rows, path: Path) -> list[str]:
-    """Two panels: the paper's rate, and each method's own."""
+    """Draw two panels: the paper's rate, and the best rate of each method."""
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True)
     whole = [row for row in rows if row["fraction"] == 1]
-    paper, best, exact = chosen_a(rows)
+    paper, best, exact = select_a(rows)
     for panel, chosen, title in (
         (axes[0], paper, f"5 steps at λ = {RATE:g} an iteration"),
         (axes[1], best, "each at its own best λ"),
@@ -177,11 +179,11 @@ def plot_a(pyplot: Any, rows: Rows, path: Path) -> list[str]:
                 rate = f", λ = {row['rate']:g}" if panel is axes[1] and row["rate"] else ""
                 style = ":" if method.startswith("over") else "-" if "gcd" in method else "--"
                 panel.plot(row["distortion"], style, label=NAMES[method] + rate)
-        # What diverges leaves the picture.
+        # Diverging curves leave the picture.
         low = min(min(row["distortion"]) for row in whole)
         top = 1.1 * max(row["distortion"][0] for row in whole)
         panel.set(xlabel="iteration", title=title, yscale="log", ylim=(0.98 * low, top))
-        plain_ticks(panel.yaxis)
+        set_plain_ticks(panel.yaxis)
         panel.grid(alpha=0.3, which="both")
     if exact:
         axes[1].plot(exact["distortion"], "k-", lw=1, label=NAMES["exact"])
@@ -193,8 +195,8 @@ def plot_a(pyplot: Any, rows: Rows, path: Path) -> list[str]:
 
 
 def claims_a(rows: Rows) -> list[str]:
-    """The paper's claims about 2a, each with what this run says of it."""
-    paper, best, exact = chosen_a(rows)
+    """The paper's claims about figure 2a, each with what the rows say about it."""
+    paper, best, exact = select_a(rows)
     told = []
     for name, chosen in (("at the paper's λ", paper), ("each at its best λ", best)):
         final = {method: row["final"] for method, row in chosen.items()}
@@ -205,16 +207,16 @@ def claims_a(rows: Rows) -> list[str]:
         def over(method: str, final: dict[str, float] = final, opq: float = opq) -> str:
             return f"{NAMES[method]} {100 * (final[method] / opq - 1):+.1f} %"
 
+        greedy, random = (_compare_overlap(final, kind) for kind in ("greedy", "random"))
         like = max(final["gcd-greedy"], final["gcd-steepest"]) < 1.01 * opq
         told += [
-            f"{name}, final distortion against OPQ's {number(opq)}: "
+            f"{name}, final distortion against OPQ's {format_number(opq)}: "
             + ", ".join(over(method) for method in METHODS[1:]),
             f"{_yes(like)} GCD-G and GCD-S end within 1 % of OPQ or below it ({name})",
             f"{_yes(final['cayley'] > final['gcd-greedy'])} Cayley is behind GCD-G ({name})",
             f"{_yes(final['gcd-random'] > final['gcd-greedy'])} GCD-R is behind GCD-G ({name})",
-            f"{_yes(_hurt(final, 'greedy') > 0.001 and _hurt(final, 'random') < 0.001)} sharing "
-            f"axes hurts GCD-G ({100 * _hurt(final, 'greedy'):+.2f} %) and hardly GCD-R "
-            f"({100 * _hurt(final, 'random'):+.2f} %; {name})",
+            f"{_yes(greedy > 0.001 and random < 0.001)} sharing axes hurts GCD-G "
+            f"({100 * greedy:+.2f} %) and hardly GCD-R ({100 * random:+.2f} %; {name})",
         ]
     if exact:
         share = 100 * (exact["final"] / best["opq"]["final"] - 1)
@@ -223,7 +225,7 @@ def claims_a(rows: Rows) -> list[str]:
 
 
 def plot_bc(pyplot: Any, rows: Rows, path: Path) -> list[str]:
-    """Mean and spread of the runs, one colour for each part of the data."""
+    """Draw mean and standard deviation of the runs on each part of the data."""
     figure, axes = pyplot.subplots(figsize=(6.4, 4.8))
     method = rows[0]["method"]
     for fraction in sorted({row["fraction"] for row in rows}):
@@ -232,7 +234,7 @@ def plot_bc(pyplot: Any, rows: Rows, path: Path) -> list[str]:
         axes.plot(mean, label=f"{100 * fraction:g} % of the data", lw=1.2)
         axes.fill_between(range(len(mean)), mean - spread, mean + spread, alpha=0.2)
     axes.set(xlabel="iteration", ylabel="distortion", yscale="log", title=NAMES[method])
-    plain_ticks(axes.yaxis)
+    set_plain_ticks(axes.yaxis)
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False)
     save_picture(pyplot, figure, f"Mean ± standard deviation of runs; {_caption(rows)}", path)
@@ -241,7 +243,7 @@ def plot_bc(pyplot: Any, rows: Rows, path: Path) -> list[str]:
 
 
 def claims_bc(rows: Rows) -> list[str]:
-    """Each method on each part of the data; GCD-G against OPQ where the rows of both are given."""
+    """Each method on each part of the data; GCD-G against OPQ if the rows of both are given."""
     told = []
     for method in dict.fromkeys(row["method"] for row in rows):
         for fraction in sorted({row["fraction"] for row in rows}):
@@ -278,18 +280,20 @@ def _values(rows: Rows, method: str, fraction: float, key: str) -> list[float]:
 
 
 def _mean(values: list[float]) -> str:
-    return number(statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+    return format_number(
+        statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    )
 
 
-def _exact(row: dict[str, Any]) -> bool:
+def _is_exact(row: dict[str, Any]) -> bool:
     return row["method"] != "opq" and row["rate"] is None
 
 
-def _of(rows: Rows, method: str) -> Rows:
-    return [row for row in rows if row["method"] == method and not _exact(row)]
+def _select(rows: Rows, method: str) -> Rows:
+    return [row for row in rows if row["method"] == method and not _is_exact(row)]
 
 
-def _hurt(final: dict[str, float], kind: str) -> float:
+def _compare_overlap(final: dict[str, float], kind: str) -> float:
     return final[f"overlapping-{kind}"] / final[f"gcd-{kind}"] - 1
 
 

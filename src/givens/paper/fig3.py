@@ -4,40 +4,49 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from givens.paper.joint import CHOSEN, METHODS, Runs, distortion, named, of, setting, verdict
+from givens.paper.joint import (
+    CHOSEN,
+    METHODS,
+    Runs,
+    describe_setting,
+    distortion,
+    name_method,
+    select,
+    verdict,
+)
 from givens.paper.rates import Rates
-from givens.paper.rows import Rows, plain_ticks, save_picture
-from givens.paper.table1 import with_rates
+from givens.paper.rows import Rows, save_picture, set_plain_ticks
+from givens.paper.table1 import set_rates
 from givens.retrieval.config import LABELS, Config
 from givens.retrieval.data import Log
 
 CURVES = tuple(method for method in METHODS if not method.startswith("post-hoc"))
 BYTES = 16
-# In percent, close to 0 and far from it; nearer than this the axis is even.
+# In percent: the axis is linear below NEAR and logarithmic beyond.
 NEAR = 10
 TICKS = (-50, -20, -10, -5, 0, 5, 10, 20, 50, 100, 200, 500)
 
 
 def run(runs: Runs, log: Log, configs: list[Config], rates: dict[str, Rates]) -> Rows:
-    """Every method from the same warm-up and the same start, for each configuration's seed."""
+    """Run every method for each configuration, from the warm-up and start of its seed."""
     rows = []
     for config in configs:
-        rows += [runs.run(log, with_rates(config, method, rates)) for method in rates]
+        rows += [runs.run(log, set_rates(config, method, rates)) for method in rates]
         runs.forget(config.seed)
     return rows
 
 
-def of_figure(rows: Rows) -> Rows:
-    """The rows of the figure, of a file to which table 1 adds other sizes, and others more.
+def select_rows(rows: Rows) -> Rows:
+    """The rows of the figure, from a file that also holds those of table 1 and others.
 
-    They have one size, `BYTES` where it is there, and the baseline's options but method, seed and
-    chosen rates, all of the latest version.
+    They are of the latest version and of one size, the nearest to `BYTES`, and share the baseline's
+    options except method, seed and chosen rates.
     """
     latest = max(row.get("version", 1) for row in rows)
     rows = [row for row in rows if row.get("version", 1) == latest]
     size = min((row["bytes"] for row in rows), key=lambda size: abs(size - BYTES))
-    curves = [row for row in of(rows, bytes=size) if row["method"] in CURVES]
-    wanted = _options(of(curves, method="frozen")[0])
+    curves = [row for row in select(rows, bytes=size) if row["method"] in CURVES]
+    wanted = _options(select(curves, method="frozen")[0])
     return [row for row in curves if _options(row) == wanted]
 
 
@@ -47,12 +56,12 @@ def _options(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
-    """The distortion of each method, and how far it is from the baseline's of the same seed."""
-    rows = of_figure(rows)
+    """Draw the distortion of each method, and its difference from the baseline, seed by seed."""
+    rows = select_rows(rows)
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.4))
-    base = {row["seed"]: row["distortion"] for row in of(rows, method="frozen")}
+    base = {row["seed"]: row["distortion"] for row in select(rows, method="frozen")}
     for number, method in enumerate(CURVES):
-        mine = of(rows, method=method)
+        mine = select(rows, method=method)
         if not mine:
             continue
         away = [
@@ -64,18 +73,18 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
         for axes, curves in zip(panels, ([row["distortion"] for row in mine], away), strict=True):
             looks = list(zip(*curves, strict=True))
             mean = [statistics.mean(values) for values in looks]
-            axes.plot(mine[0]["steps"], mean, style, color=color, label=named(mine, rows))
+            axes.plot(mine[0]["steps"], mean, style, color=color, label=name_method(mine, rows))
             low, high = ([f(values) for values in looks] for f in (min, max))
             axes.fill_between(mine[0]["steps"], low, high, alpha=0.1, color=color)
     about = rows[0]
     title = f"{about['name']}, n = {about['config']['dim']}, {about['bytes']} bytes"
     panels[0].set(xlabel="joint step", ylabel="distortion of unit vectors", title=title)
     panels[0].set_yscale("log")
-    plain_ticks(panels[0].yaxis)
+    set_plain_ticks(panels[0].yaxis)
     panels[1].set(xlabel="joint step", ylabel="%", title="against the baseline of the same seed")
     shown = panels[1].get_ylim()
     if max(map(abs, shown)) > NEAR:
-        # One method far off must not flatten the others.
+        # One outlying method must not flatten the others.
         panels[1].set_yscale("symlog", linthresh=NEAR)
         shown = panels[1].get_ylim()
         panels[1].set_yticks(TICKS)
@@ -84,17 +93,17 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     for axes in panels:
         axes.grid(alpha=0.3)
     panels[0].legend(frameon=False, fontsize=8)
-    angles = [{row["config"]["angle"] for row in of(rows, method=m)} for m in CURVES]
+    angles = [{row["config"]["angle"] for row in select(rows, method=m)} for m in CURVES]
     one = set().union(*angles)
-    caption = f"Mean and range of {setting(rows)}; lr {about['config']['lr']:g}, "
+    caption = f"Mean and range of {describe_setting(rows)}; lr {about['config']['lr']:g}, "
     caption += f"angle {one.pop():g}" if len(one) == 1 else "each method at its own angle"
     save_picture(pyplot, figure, caption, path)
     return claims(rows)
 
 
 def claims(rows: Rows) -> list[str]:
-    """What the rows say about the paper's claims."""
-    rows, told = of_figure(rows), []
+    """The paper's claims, each with what the rows say about it."""
+    rows, told = select_rows(rows), []
     for methods in (
         ("gcd", "frozen"),
         ("gcd", "cayley"),
@@ -105,7 +114,7 @@ def claims(rows: Rows) -> list[str]:
         ("gcd-greedy", "gcd-random"),
         ("gcd-steepest", "gcd-greedy"),
     ):
-        mine, other = (of(rows, method=method) for method in methods)
+        mine, other = (select(rows, method=method) for method in methods)
         if not (mine and other):
             continue
         first, second = (LABELS[method] for method in methods)

@@ -1,10 +1,10 @@
 """Figure 4: the time of one step, from ∂L/∂R to the next R, against n.
 
-Each method is first checked against itself in float64; one that fails is not timed. Then the
-methods take turns, round after round, and a row has the median of all rounds. A GCD row is
-`GCD.step()` as a user calls it, its pairing included; a Cayley row is the forward pass to R, the
-backward pass from its gradient and Adam's step. On a GPU a step that waits for nothing is timed by
-replays of a CUDA graph of many, the others by events around each.
+Each method is first checked against itself in float64; a method that fails is not timed. Then the
+methods take turns, round after round, and a row has the median of all rounds. A GCD row times
+`GCD.step()` as a user calls it, including its pairing; a Cayley row times the forward pass to R,
+the backward pass from its gradient and Adam's step. On a GPU, steps without host synchronisation
+are timed by replays of a CUDA graph of many steps, the others by events around each step.
 """
 
 import functools
@@ -37,14 +37,14 @@ NAMES = {
 }
 ROUNDS = {"cpu": 9, "cuda": 3}
 LR = 1e-3
-# What a CUDA graph can hold: the others wait for the host.
+# Methods that a CUDA graph can capture; the others synchronise with the host.
 CAPTURED = ("gcd-random", "gcd-greedy", "gcd-steepest", "cayley")
-# torch's SVD in float32 leaves this much on a GPU; the others are far below it.
+# The error of torch's SVD in float32 on a GPU; the others are far below it.
 LEAST_ORTHOGONAL = 1e-2
 LOOSE = ("svd",)
 
 Contender = tuple[Callable[[], Tensor], Callable[[], Any]]
-"""(Read the current W, do a step)."""
+"""Reads the current W; does a step."""
 Make = Callable[[str, int, torch.dtype, str], Contender]
 
 
@@ -55,9 +55,9 @@ def run(
     *,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Rows:
-    """Measure all of it."""
+    """Rows of all methods at all n."""
     about = environment(device)
-    return [{**row, **about} for n in dims for row in measured(methods, n, device, tell=tell)]
+    return [{**row, **about} for n in dims for row in measure(methods, n, device, tell=tell)]
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def problem(n: int) -> tuple[Tensor, Tensor]:
 
 
 def contender(method: str, n: int, dtype: torch.dtype, device: str) -> Contender:
-    """A method at a random rotation with a random gradient."""
+    """A method, at a random rotation with a random gradient."""
     start, G = (part.to(device, dtype) for part in problem(n))
     rotation = Rotation(n, start)
     name = method.removesuffix("-exact")
@@ -98,7 +98,7 @@ def contender(method: str, n: int, dtype: torch.dtype, device: str) -> Contender
     return lambda: rotation.weight.detach(), step
 
 
-def measured(
+def measure(
     methods: Iterable[str],
     n: int,
     device: str,
@@ -108,16 +108,16 @@ def measured(
     loose: Container[str] = LOOSE,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of median times of one n, the methods taking turns.
+    """Rows of median times at one n, the methods taking turns.
 
-    `graphs` are the methods that a CUDA graph can hold, `loose` those that may leave SO(n) a bit.
+    A CUDA graph can capture the methods in `graphs`; those in `loose` may leave SO(n) slightly.
     """
     steps, errors = {}, {}
     for method in methods:
         if method.endswith("-exact") and n > 512:
             continue
         try:
-            errors[method], problem = checked(method, n, device, make, loose)
+            errors[method], problem = check(method, n, device, make, loose)
         except ImportError as error:
             problem = str(error)
         if problem:
@@ -150,10 +150,10 @@ def measured(
         }
 
 
-def checked(
+def check(
     method: str, n: int, device: str, make: Make, loose: Container[str] = LOOSE
 ) -> tuple[float, str | None]:
-    """max|RᵀR − I| after three steps, and what is wrong with a method if anything is."""
+    """max|RᵀR − I| after three steps, and why the method must not be timed, or None."""
     results = []
     forced: tuple[kernels.Backend | None, ...] = (None, "reference")
     for dtype, backend in zip((torch.float32, torch.float64), forced, strict=True):
@@ -178,7 +178,7 @@ def checked(
 
 
 def plot(pyplot: Any, rows: Rows, path: Path) -> None:
-    """Time against n, both logarithmic."""
+    """Draw time against n, both on logarithmic axes."""
     figure, axes = pyplot.subplots(figsize=(6.4, 4.4))
     for method in NAMES:
         if times := _times(rows, method):
@@ -196,7 +196,7 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> None:
 
 
 def claims(rows: Rows) -> list[str]:
-    """What the rows say about the paper's claims."""
+    """The paper's claims, each with what the rows say about it."""
     told = []
     if rows[0]["device"] == "cuda":
         found = {method: _growth(_times(rows, method)) for method in ("gcd-random", "cayley")}
@@ -221,12 +221,12 @@ def claims(rows: Rows) -> list[str]:
 
 
 def _times(rows: Rows, method: str) -> dict[int, float]:
-    """The median microseconds of a method, by n."""
+    """The median times of a method in µs, by n."""
     return {row["n"]: row["median_us"] for row in rows if row["method"] == method}
 
 
 def _growth(times: dict[int, float]) -> float:
-    """The power of n by which the time grows between the two largest."""
+    """The exponent of n with which the time grows between the two largest n."""
     if len(times) < 2:
         return float("nan")
     (m, first), (n, last) = sorted(times.items())[-2:]

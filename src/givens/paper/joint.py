@@ -1,7 +1,8 @@
-"""Runs of towers and index trained together, for figure 3, table 1 and the figure of when it pays.
+"""Runs of towers and index trained together, for figure 3, table 1 and `when`.
 
-All runs of a seed go on from the same warm-up and the same start, which are kept in files. A run
-is a row, kept as soon as it is there: a rerun goes on from both. Figure 3 and table 1 share rows.
+All runs of a seed continue from the same warm-up and the same start, which are cached in files.
+Each run is one row, written as soon as it is finished, so a rerun continues with what is missing.
+Figure 3 and table 1 share rows.
 """
 
 import dataclasses
@@ -24,18 +25,18 @@ from givens.retrieval.state import DivergedError
 from givens.retrieval.train import explore, train, warm_up
 
 SEEDS, SIGNIFICANT = 5, 0.05
-# Where chance is this likely, twice as many seeds decide.
+# With a p-value in this range, a method is run on more seeds.
 MORE, UNDECIDED = 10, (0.01, 0.1)
-# On which rates are chosen, and which no table shows.
+# Seeds on which rates are chosen; no table shows them.
 HIDDEN = (100, 101)
-# Of towers and training: rows of another version are not taken up.
+# Version of towers and training: rows of another version are not reused.
 VERSION = 2
-# Options that play no part before the joint steps.
+# Options that have no effect before the joint steps.
 JOINT = ("method", "exact", "angle", "weight", "joint_lr", "fixed_items")
-# Options that are chosen by the validation users.
+# Options that are chosen on the validation users.
 CHOSEN = ("lr", "joint_lr", "weight", "angle")
 METHODS: tuple[str, ...] = get_args(Method)
-# The paper's log of its industry has 10 million clicks of a million queries.
+# The paper's industrial log has 10 million clicks of a million queries.
 INDUSTRIAL = {"users": 1_000_000, "items": 1_500_000, "clicks": 10_000_000, "words": 50_000}
 SMOKE = {"users": 2000, "items": 600, "clicks": 40_000}
 
@@ -50,10 +51,10 @@ def log_for(data: Path | None, *, smoke: bool, size: Size = "large") -> Log:
 
 
 class Runs:
-    """The rows of a figure or table: a run that is there is not run again.
+    """The rows of a figure or table; runs that have a row are not repeated.
 
-    Beside the rows' file is a folder with the warm-up and the start of each seed, which all methods
-    share, until `forget`.
+    A folder beside the file of rows caches the warm-up and the start of each seed, which all
+    methods share, until `forget`.
     """
 
     def __init__(self, path: Path, device: str, tell: Callable[[str], None]) -> None:
@@ -61,35 +62,35 @@ class Runs:
         self.cache = path.with_suffix(".cache")
         self.about = environment(device)
         self.rows: Rows = read(path) if path.exists() else []
-        # What is read from the cache, with the digests of towers.
+        # What was read from the cache; towers with their digests.
         self.towers: dict[Path, tuple[dict[str, Tensor], str]] = {}
         self.starts: dict[Path, Quantizer] = {}
 
     def find(self, how: dict[str, Any]) -> dict[str, Any] | None:
-        """The row that says all this of itself, if it is there."""
-        return next(iter(of(self.rows, **how)), None)
+        """The row with these values, or None."""
+        return next(iter(select(self.rows, **how)), None)
 
     def keep(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add a row, and write them all."""
+        """Add a row and write all rows; returns the row with its environment."""
         self.rows.append({**row, **self.about})
         write(self.path, self.rows)
         return self.rows[-1]
 
     def run(self, log: Log, config: Config, **labels: Any) -> dict[str, Any]:
-        """Train from the shared warm-up, unless it was done before."""
+        """Train from the shared warm-up, unless there is a row for it; returns the row."""
         check_log(log)
         how = {**label(log, config), **labels}
         if row := self.find(how):
             return row
-        towers, digest = self.warmed(log, config)
-        started = self.started(log, config)
-        done = train(log, config, towers=towers, start=started, device=self.device)
+        towers, digest = self.load_warm_up(log, config)
+        start = self.load_start(log, config)
+        done = train(log, config, towers=towers, start=start, device=self.device)
         self.keep_start(log, config, done.start)
         row = self.keep({
             **how,
-            **_curves(log, config, done.rows),
+            **_collect_curves(log, config, done.rows),
             "warm_up": digest,
-            "final_distortion": _end(done.rows, done.results["distortion"]),
+            "final_distortion": _find_final_distortion(done.rows, done.results["distortion"]),
             "results": done.results,
         })  # fmt: skip
         self.tell(
@@ -99,24 +100,24 @@ class Runs:
         return row
 
     def explore(self, log: Log, config: Config, **labels: Any) -> dict[str, Any]:
-        """The same on the validation users alone; a loss that is not finite is a row too."""
+        """As `run`, on the validation users alone; a run that diverges has a row too."""
         check_log(log)
         how = {**label(log, config), **labels}
         if row := self.find(how):
             return row
-        towers, digest = self.warmed(log, config)
-        started, failed = self.started(log, config), None
+        towers, digest = self.load_warm_up(log, config)
+        start, failed = self.load_start(log, config), None
         rows: Rows = []
         try:
-            rows, began = explore(log, config, towers, start=started, device=self.device)
+            rows, began = explore(log, config, towers, start=start, device=self.device)
             self.keep_start(log, config, began)
         except DivergedError as error:
             failed = str(error)
         row = self.keep({
             **how,
-            **_curves(log, config, rows),
+            **_collect_curves(log, config, rows),
             "warm_up": digest,
-            "final_distortion": _end(rows, 0.0),
+            "final_distortion": _find_final_distortion(rows, 0.0),
             "distinct": rows[-1].get("distinct") if rows else None,
             "diverged": failed,
         })  # fmt: skip
@@ -125,9 +126,9 @@ class Runs:
         self.tell(f"{log.name}, {LABELS[config.method]}, {chosen}, seed {config.seed}: {told}")
         return row
 
-    def warmed(self, log: Log, config: Config) -> tuple[dict[str, Tensor], str]:
-        """The towers of a seed and their digest, learned once and kept in a file until `forget`."""
-        file = self._file("warm-up", log, _before(config))
+    def load_warm_up(self, log: Log, config: Config) -> tuple[dict[str, Tensor], str]:
+        """The warmed-up towers of a seed and their digest, trained unless a file has them."""
+        file = self._file("warm-up", log, _configure_warm_up(config))
         if not file.exists():
             self._warm_up(log, config, file)
         if file not in self.towers:
@@ -136,17 +137,18 @@ class Runs:
         return self.towers[file]
 
     def explore_towers(self, log: Log, config: Config) -> dict[str, Any]:
-        """A row of what validation users find in the warm-up."""
-        how = label(log, _before(config), phase="towers")
+        """The row of the warm-up, with the recall of the validation users."""
+        first = _configure_warm_up(config)
+        how = label(log, first, phase="towers")
         if row := self.find(how):
             return row
-        rows = self._warm_up(log, config, self._file("warm-up", log, _before(config)))
-        curves = _curves(log, dataclasses.replace(_before(config), method="post-hoc"), rows)
+        rows = self._warm_up(log, config, self._file("warm-up", log, first))
+        curves = _collect_curves(log, dataclasses.replace(first, method="post-hoc"), rows)
         return self.keep({**how, **curves, "method": "warm-up", "final_distortion": 0.0})
 
     def _warm_up(self, log: Log, config: Config, file: Path) -> Rows:
         rows: Rows = []
-        first = _before(config)
+        first = _configure_warm_up(config)
         checkpoint.save_parts(warm_up(log, first, device=self.device, tell=rows.append), file)
         best = 100 * max(row["recall"] for row in rows)
         self.tell(
@@ -155,22 +157,22 @@ class Runs:
         )
         return rows
 
-    def started(self, log: Log, config: Config) -> Quantizer | None:
-        """The index that a seed starts with, once a run has found it."""
-        file = self._file("start", log, _neutral(config, *JOINT))
+    def load_start(self, log: Log, config: Config) -> Quantizer | None:
+        """The index that the runs of a seed start with, or None before the first of them."""
+        file = self._file("start", log, _reset_options(config, *JOINT))
         if file not in self.starts and file.exists():
             self.starts[file] = Quantizer.load(file).to(self.device)
         return None if config.after else self.starts.get(file)
 
     def keep_start(self, log: Log, config: Config, start: Quantizer | None) -> None:
-        """Keep the index that a run has started with, for the others of its seed."""
-        file = self._file("start", log, _neutral(config, *JOINT))
+        """Keep the index that a run started with for the other runs of its seed."""
+        file = self._file("start", log, _reset_options(config, *JOINT))
         if start is not None and file not in self.starts:
             start.save(file)
             self.starts[file] = start
 
     def forget(self, seed: int) -> None:
-        """Delete the towers and starts of a seed, once all its runs are done."""
+        """Delete the cached towers and starts of a seed."""
         if not self.cache.exists():
             return
         for file in self.cache.glob(f"seed-{seed}-*"):
@@ -195,13 +197,13 @@ def check_log(log: Log) -> None:
 
 
 def label(log: Log, config: Config, **labels: Any) -> dict[str, Any]:
-    """By what a row is known."""
+    """What identifies a row."""
     about = {"version": VERSION, "log": log.fingerprint, "config": dataclasses.asdict(config)}
     return {**about, **labels}
 
 
-def _curves(log: Log, config: Config, rows: Rows) -> dict[str, Any]:
-    """What a row says of its run's evaluations; those without an index have no distortion."""
+def _collect_curves(log: Log, config: Config, rows: Rows) -> dict[str, Any]:
+    """The evaluations of a run, as in its row; without an index they have no distortion."""
     joint = [row for row in rows if row["phase"] == "joint" or config.after]
     return {
         "name": log.name,
@@ -214,48 +216,48 @@ def _curves(log: Log, config: Config, rows: Rows) -> dict[str, Any]:
     }
 
 
-def _end(rows: Rows, otherwise: float) -> float:
-    """The distortion after the last step, or of an index that was made afterwards."""
+def _find_final_distortion(rows: Rows, otherwise: float) -> float:
+    """The distortion after the last step, or `otherwise` for an index made afterwards."""
     return float(rows[-1].get("distortion", otherwise)) if rows else otherwise
 
 
-def _before(config: Config) -> Config:
-    """The configuration of the warm-up, of every size and method alike."""
-    return dataclasses.replace(_neutral(config, "start", "coarse", *JOINT), subspaces=1)
+def _configure_warm_up(config: Config) -> Config:
+    """The configuration of the warm-up, the same for every size and method."""
+    return dataclasses.replace(_reset_options(config, "start", "coarse", *JOINT), subspaces=1)
 
 
-def _neutral(config: Config, *names: str) -> Config:
-    """The configuration with some options at their defaults."""
+def _reset_options(config: Config, *names: str) -> Config:
+    """The configuration with these options at their defaults."""
     return dataclasses.replace(config, **{name: getattr(Config, name) for name in names})
 
 
-def comparable(rows: Rows, log: Log, config: Config) -> Rows:
-    """The shown rows of a log that differ in method, size, seed and chosen rates alone."""
+def select_comparable(rows: Rows, log: Log, config: Config) -> Rows:
+    """The finished rows of a log, with any method, size, seed and rates, else as `config`."""
 
     def common(options: dict[str, Any]) -> dict[str, Any]:
         free = ("method", "subspaces", "seed", *CHOSEN)
         return {k: v for k, v in options.items() if k not in free}
 
     wanted = common(dataclasses.asdict(config))
-    mine = of(rows, log=log.fingerprint, version=VERSION)
+    mine = select(rows, log=log.fingerprint, version=VERSION)
     return [row for row in mine if "results" in row and common(row["config"]) == wanted]
 
 
-def of(rows: Iterable[dict[str, Any]], **labels: Any) -> Rows:
-    """The rows that say this of themselves."""
+def select(rows: Iterable[dict[str, Any]], **labels: Any) -> Rows:
+    """The rows with these values."""
     return [row for row in rows if all(row.get(name) == value for name, value in labels.items())]
 
 
-def named(mine: Rows, rows: Rows) -> str:
-    """The name of the method of some rows, with their seeds where there are more among all."""
+def name_method(mine: Rows, rows: Rows) -> str:
+    """The name of the method of `mine`, with its number of seeds if `rows` has others."""
     name, count = LABELS[mine[0]["method"]], len({row["seed"] for row in mine})
     if count == len({row["seed"] for row in rows}):
         return name
     return f"{name}, {count} seed{'s' * (count > 1)}"
 
 
-def setting(rows: Rows) -> str:
-    """Seeds, steps and machine of some runs, as a caption has them."""
+def describe_setting(rows: Rows) -> str:
+    """Seeds, steps and machine of runs, for a caption."""
     config, seeds = rows[0]["config"], len({row["seed"] for row in rows})
     return (
         f"{seeds} seed{'s' * (seeds > 1)}, {config['warmup']} + {config['steps']} steps of "
@@ -264,17 +266,17 @@ def setting(rows: Rows) -> str:
 
 
 def recall(row: dict[str, Any]) -> float:
-    """recall@100 of the test users by the index."""
+    """recall@100 of the test users, by the index."""
     return float(row["results"]["index"]["recall@100"])
 
 
 def precision(row: dict[str, Any]) -> float:
-    """precision@100 of the test users by the index."""
+    """precision@100 of the test users, by the index."""
     return float(row["results"]["index"]["precision@100"])
 
 
 def distortion(row: dict[str, Any]) -> float:
-    """Of all items after the last step."""
+    """The distortion of all items after the last step."""
     return float(row["final_distortion"])
 
 
@@ -283,12 +285,12 @@ Value = Callable[[dict[str, Any]], float]
 
 
 def verdict(mine: Rows, base: Rows, value: Value, *, lower: bool) -> str:
-    """Whether runs have a lower or a higher value than others, and how sure that is.
+    """Whether the runs have a lower (or higher) value than the baseline, with p-values.
 
-    On the seeds that both have: runs of a seed share their warm-up, and are compared seed by seed.
-    The paper's analysis of variance, which does not know of the pairs, stands beside.
+    Runs of a seed share their warm-up, so the test is paired, over the seeds that both have. The
+    paper's analysis of variance, which ignores the pairs, is given too.
     """
-    first, second = pairs(mine, base, value)
+    first, second = pair_values(mine, base, value)
     if not first:
         return "not shown (no seed has both)"
     change = statistics.mean(first) - statistics.mean(second)
@@ -303,31 +305,31 @@ def verdict(mine: Rows, base: Rows, value: Value, *, lower: bool) -> str:
     return f"{word} ({told})"
 
 
-def pairs(mine: Rows, base: Rows, value: Value) -> tuple[list[float], list[float]]:
+def pair_values(mine: Rows, base: Rows, value: Value) -> tuple[list[float], list[float]]:
     """The values of two methods on the seeds that both have."""
     ours, theirs = ({row["seed"]: value(row) for row in rows} for rows in (mine, base))
     both = [seed for seed in ours if seed in theirs]
     return [ours[seed] for seed in both], [theirs[seed] for seed in both]
 
 
-def undecided(rows: Rows) -> list[str]:
-    """The methods of one size whose recall or distortion may differ from the baseline's, or not."""
-    base, low, high = of(rows, method="frozen"), *UNDECIDED
+def find_undecided(rows: Rows) -> list[str]:
+    """The methods of one size whose difference from the baseline needs more seeds."""
+    base, low, high = select(rows, method="frozen"), *UNDECIDED
     return [
         method
         for method in METHODS
         if method != "frozen"
         and any(
-            low <= paired_p_value(*pairs(of(rows, method=method), base, value)) <= high
+            low <= paired_p_value(*pair_values(select(rows, method=method), base, value)) <= high
             for value in (recall, distortion)
         )
     ]
 
 
 def holm(values: dict[Name, float]) -> dict[Name, float]:
-    """p-values corrected for how many there are (Holm, 1979); those that are NaN are not counted.
+    """p-values corrected for multiple tests (Holm, 1979); NaN values are not counted.
 
-    The i-th smallest of k is multiplied by k − i + 1, and none is below one before it.
+    The i-th smallest of k is multiplied by k − i + 1, then made at least as large as those before.
     """
     known = sorted(
         (name for name in values if not math.isnan(values[name])), key=values.__getitem__
@@ -340,21 +342,21 @@ def holm(values: dict[Name, float]) -> dict[Name, float]:
 
 
 def p_value(first: list[float], second: list[float]) -> float:
-    """One-way analysis of variance: how likely so different means are by chance."""
+    """The p-value of a one-way analysis of variance."""
     if min(len(first), len(second)) < 2 or len({*first, *second}) == 1:
         return float("nan")
-    return float(_tests().f_oneway(first, second).pvalue)
+    return float(_import_stats().f_oneway(first, second).pvalue)
 
 
 def paired_p_value(first: list[float], second: list[float]) -> float:
-    """Student's test of the differences: the analysis of variance with a mean for each pair."""
+    """The p-value of a paired Student's t-test."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
     if len(set(differences)) < 2:
         return float("nan")
-    return float(_tests().ttest_1samp(differences, 0.0).pvalue)
+    return float(_import_stats().ttest_1samp(differences, 0.0).pvalue)
 
 
-def _tests() -> Any:
+def _import_stats() -> Any:
     try:
         from scipy import stats
     except ImportError as error:
@@ -363,7 +365,7 @@ def _tests() -> Any:
 
 
 def slug(name: str) -> str:
-    """A log's name as part of a file's."""
+    """A log's name as part of a file name."""
     return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
 
 

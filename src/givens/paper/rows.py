@@ -1,4 +1,4 @@
-"""Raw rows: written once by a run, with what it ran on; pictures are drawn from them."""
+"""Raw rows: written once by a run, with its environment; pictures are drawn from them."""
 
 import importlib.metadata
 import json
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "numba", "triton", "faiss-cpu")
 
 
 def environment(device: str = "cpu", packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
-    """What a measured row must carry to mean anything later."""
+    """Device, versions and commit, which every measured row carries."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
@@ -34,12 +34,12 @@ def environment(device: str = "cpu", packages: tuple[str, ...] = PACKAGES) -> di
 
 
 def write(path: Path, rows: Rows) -> None:
-    """Write rows, whole or not at all."""
+    """Write rows, atomically."""
     files.write_json(path, rows)
 
 
 def read(path: Path) -> Rows:
-    """Rows that a run has left."""
+    """The rows in a file that `write` wrote."""
     try:
         rows = json.loads(path.read_text())
         if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
@@ -49,8 +49,8 @@ def read(path: Path) -> Rows:
     raise ValueError(f"{path} holds no rows: a list of JSON objects is wanted")
 
 
-def plain_ticks(axis: Any) -> None:
-    """Ticks of a logarithmic axis, its limits set, as plain numbers such as 50,000."""
+def set_plain_ticks(axis: Any) -> None:
+    """Label a logarithmic axis, whose limits are set, with plain numbers such as 50,000."""
     from matplotlib import ticker
 
     low, high = axis.get_view_interval()
@@ -60,7 +60,7 @@ def plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
-def number(value: float, spread: float | None = None) -> str:
+def format_number(value: float, spread: float | None = None) -> str:
     """A number to five digits, "43,348" or "0.12346"; "43,348 ± 99" with its spread."""
     if not math.isfinite(value):
         return f"{value}"
@@ -71,7 +71,7 @@ def number(value: float, spread: float | None = None) -> str:
 
 
 def save_picture(pyplot: Any, figure: Any, caption: str, path: Path) -> None:
-    """Write a picture with one line below it: data, sizes, machine."""
+    """Write a picture with a line below it: data, sizes and machine."""
     height, below = figure.get_figheight(), 0.25
     figure.set_figheight(height + below)
     figure.tight_layout(rect=(0, below / (height + below), 1, 1))

@@ -1,13 +1,13 @@
-"""A log that moves on in time: what a served index finds, and what it costs to keep it fresh.
+"""A log that drifts in time: the recall of a served index, and the cost of keeping it fresh.
 
-Training goes through the log in order of time, at a steady rate. Every so many steps the index is
-refreshed (`givens.export.refresh`): held-out users ask for their next clicks after that time, in
-the index as it was and as it is now. Four ways to have an index:
+Training follows the order of time, at a constant rate. Every few steps the index is refreshed
+(`givens.export.refresh`), and recall of the next clicks of held-out users is measured before and
+after the refresh. There are four ways to keep an index:
 
     gcd      trained with the towers, R learned
     frozen   trained with the towers, R as it started
-    refit    towers alone; Faiss's OPQ fitted again at every refresh
-    kept     towers alone; the first OPQ stays, and items are encoded again
+    refit    towers alone; Faiss's OPQ is fitted again at every refresh
+    kept     towers alone; the first OPQ stays, and only items are encoded again
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from givens.paper.joint import (
     HIDDEN,
     Runs,
     check_log,
+    describe_setting,
     label,
-    of,
     p_value,
     paired_p_value,
-    setting,
+    select,
 )
 from givens.paper.rates import ANGLES, tune
 from givens.paper.rows import Rows, save_picture
@@ -49,7 +49,7 @@ WAYS = {
 }
 LOG = {"users": 20_000, "items": 10_000, "clicks": 600_000, "drift": 0.02}
 SMOKE = {"users": 500, "items": 300, "clicks": 10_000, "drift": 0.02}
-# The truth of a user at a time: so many next clicks.
+# The truth of a user at a time is this many next clicks.
 NEXT, K = 20, 100
 
 
@@ -62,12 +62,12 @@ def log_for(data: Path | None, *, smoke: bool) -> Log:
 
 
 def configure(config: Config) -> Config:
-    """The configuration in order of time; no target is of the future."""
+    """The configuration for training in order of time, with the next click as the target."""
     return dataclasses.replace(config, stream=True, ahead=1)
 
 
 def run(runs: Runs, hidden: Runs, log: Log, configs: list[Config], angle: float | None) -> Rows:
-    """All four ways, for each seed; R's angle is found first, unless given."""
+    """Run all four ways for each seed, after choosing R's angle unless given."""
     check_log(log)
     learned = dataclasses.replace(configs[0], method="gcd")
     if angle is None:
@@ -78,12 +78,12 @@ def run(runs: Runs, hidden: Runs, log: Log, configs: list[Config], angle: float 
     rows = []
     for config in configs:
         for way in WAYS:
-            rows.append(_run(runs, log, _configured(config, way, angle), way))
+            rows.append(_run(runs, log, _configure_way(config, way, angle), way))
         runs.forget(config.seed)
     return rows
 
 
-def _configured(config: Config, way: str, angle: float) -> Config:
+def _configure_way(config: Config, way: str, angle: float) -> Config:
     options: Any = {"method": way if way in ("gcd", "frozen") else "post-hoc"}
     if way == "gcd":
         options["angle"] = angle
@@ -91,13 +91,13 @@ def _configured(config: Config, way: str, angle: float) -> Config:
 
 
 def _explore(runs: Runs, log: Log, config: Config) -> dict[str, Any]:
-    """A row on the validation users, as a choice of rates asks for it."""
+    """The row of a run on the validation users, for `tune`."""
     how = label(log, config, way="gcd", users="valid")
     if row := runs.find(how):
         return row
     try:
         row = {**how, **go_through(runs, log, config, "gcd", log.valid), "diverged": None}
-        # Not the best time of the stream, but all of it.
+        # The mean over the stream, not its best time.
         row["recall"] = [statistics.fmean(row["recall"])]
     except DivergedError as error:
         row = {**how, "recall": [], "final_distortion": 0.0, "diverged": str(error)}
@@ -120,21 +120,21 @@ def _run(runs: Runs, log: Log, config: Config, way: str) -> dict[str, Any]:
 
 
 class Steady(Trainer):
-    """Learns at rates that do not fall: a stream has no end."""
+    """A trainer whose rates do not decay: a stream has no end."""
 
     def find_factor(self) -> float:
-        """Up in a line, and no more."""
+        """The factor of the rates: a linear warm-up, then constant."""
         return min(1.0, (self.state.step - self.state.config.warmup + 1) / RAMP)
 
 
 def go_through(
     runs: Runs, log: Log, config: Config, way: str, users: Int[np.ndarray, " b"]
 ) -> dict[str, Any]:
-    """Train through the log, and refresh and ask the index as time goes on."""
+    """Train through the log, and refresh and measure the index along the way; returns the row."""
     from givens.export.faiss import to_faiss
     from givens.export.refresh import refresh
 
-    towers, digest = runs.warmed(log, config)
+    towers, digest = runs.load_warm_up(log, config)
     # The first index is the same for all ways.
     trained = dataclasses.replace(config, method="frozen")
     state = State(log, config, runs.device, blank=True)
@@ -142,7 +142,7 @@ def go_through(
     examples = Examples(log, history=config.history, ahead=config.ahead, seed=config.seed,
                         stream=True, device=state.device)  # fmt: skip
     trainer = Steady(state, examples)
-    start = runs.started(log, trained)
+    start = runs.load_start(log, trained)
     if start is None:
         first = State(log, trained, runs.device, blank=True)
         first.skip_warm_up(towers)
@@ -165,16 +165,16 @@ def go_through(
             now = find_time(examples, state.step / config.total, config)
             held = hold_out_at(examples, users, now)
             vectors, items = state.towers.user(held.inputs), state.towers.item()
-            told["stale"].append(_recall(served, vectors, held, log.catalogue))
+            told["stale"].append(_measure_recall(served, vectors, held, log.catalogue))
             began = time.perf_counter()
-            q = start if way == "kept" else _quantizer(state, items)
+            q = start if way == "kept" else _make_quantizer(state, items)
             fitted = time.perf_counter()
             written = refresh(served, q, items)
             ended = time.perf_counter()
             distortion = q.distortion(items)
         told["steps"].append(state.step - config.warmup)
         told["time"].append(now)
-        told["recall"].append(_recall(served, vectors, held, log.catalogue))
+        told["recall"].append(_measure_recall(served, vectors, held, log.catalogue))
         told["rewritten"].append(len(written) / log.catalogue)
         told["fitting"].append(fitted - began)
         told["seconds"].append(ended - began)
@@ -197,21 +197,21 @@ def go_through(
 _TOLD = ("steps", "time", "stale", "recall", "rewritten", "fitting", "seconds")
 
 
-def _quantizer(state: State, items: torch.Tensor) -> Quantizer:
-    """The index as it is trained, or as Faiss fits it to the items of now."""
+def _make_quantizer(state: State, items: torch.Tensor) -> Quantizer:
+    """The trained index, or one that Faiss fits to the present items."""
     if state.joint:
         return state.quantizer
     return fit_after(items, state.config).to(state.device)
 
 
-def _recall(index: Any, users: torch.Tensor, held: HeldOut, catalogue: int) -> float:
+def _measure_recall(index: Any, users: torch.Tensor, held: HeldOut, catalogue: int) -> float:
     k = min(K, catalogue)
     found = evaluate.search(index, users, held, k).items
     return evaluate.compute_metrics(found, held, catalogue, (k,))[f"recall@{k}"]
 
 
 def find_time(examples: Examples, progress: float, config: Config) -> float:
-    """The time of the log that training has come to."""
+    """The time of the log that training has reached."""
     from givens.retrieval.batches import STREAM_WINDOW
 
     count = max(int(STREAM_WINDOW * len(examples.places)), 1)
@@ -220,9 +220,9 @@ def find_time(examples: Examples, progress: float, config: Config) -> float:
 
 
 def hold_out_at(examples: Examples, users: Int[np.ndarray, " b"], now: float) -> HeldOut:
-    """Users with what they clicked until a time as the history, and their next clicks as the truth.
+    """Held-out users, with the clicks up to a time as the history and the next ones as the truth.
 
-    Those who have nothing before or after it are left out.
+    Users without clicks before or after it are left out.
     """
     log, m = examples.log, examples.log.catalogue
     begin, end = log.starts[users], log.starts[users + 1]
@@ -248,11 +248,11 @@ def hold_out_at(examples: Examples, users: Int[np.ndarray, " b"], now: float) ->
 
 
 def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
-    """Recall, share of codes rewritten and seconds spent, over the steps."""
+    """Draw recall, the share of codes rewritten and seconds spent against the step."""
     rows = [row for row in rows if row.get("way") in WAYS and row.get("users") != "valid"]
     figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.9))
     for number, way in enumerate(WAYS):
-        mine = of(rows, way=way)
+        mine = select(rows, way=way)
         if not mine:
             continue
         cost = [{**row, "spent": list(np.cumsum(row["seconds"]))} for row in mine]
@@ -274,21 +274,21 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
     caption = (
         f"{rows[0]['name']}, n = {config['dim']}, {rows[0]['bytes']} bytes, mean and range of "
     )
-    save_picture(pyplot, figure, caption + setting(rows), path)
+    save_picture(pyplot, figure, caption + describe_setting(rows), path)
     return table(rows)
 
 
 def table(rows: Rows) -> list[str]:
-    """Means over time and seeds, and p against a frozen R, in Markdown."""
+    """Means over time and seeds, with p-values against a frozen R, in Markdown."""
     rows = [row for row in rows if row.get("way") in WAYS and row.get("users") != "valid"]
     lines = [
         f"| | recall@{K} % | before the refresh | p | by seed | codes rewritten % "
         "| s a refresh | of it fitting | ms a training step |",
         "|---" * 9 + "|",
     ]
-    base = [statistics.fmean(row["recall"]) for row in _sorted(rows, "frozen")]
+    base = [statistics.fmean(row["recall"]) for row in _select_way(rows, "frozen")]
     for way in WAYS:
-        mine = _sorted(rows, way)
+        mine = _select_way(rows, way)
         if not mine:
             continue
         found = [statistics.fmean(row["recall"]) for row in mine]
@@ -315,5 +315,5 @@ def table(rows: Rows) -> list[str]:
     return lines
 
 
-def _sorted(rows: Rows, way: str) -> Rows:
-    return sorted(of(rows, way=way), key=lambda row: row["seed"])
+def _select_way(rows: Rows, way: str) -> Rows:
+    return sorted(select(rows, way=way), key=lambda row: row["seed"])

@@ -11,15 +11,15 @@ from givens.paper.joint import (
     Runs,
     Value,
     distortion,
+    find_undecided,
     holm,
-    named,
-    of,
+    name_method,
     p_value,
+    pair_values,
     paired_p_value,
-    pairs,
     precision,
     recall,
-    undecided,
+    select,
     verdict,
 )
 from givens.paper.rates import STILL, Rates
@@ -61,58 +61,58 @@ def run(
     *,
     more: int = 0,
 ) -> Rows:
-    """Every method, for each configuration: several seeds, and several sizes of each.
+    """Run every method for each configuration.
 
     Args:
-        runs: that are there already.
+        runs: the rows so far.
         log: the log.
         configs: one for each seed and size.
-        rates: of each method, by size.
-        more: seeds that are added up to this number where the first leave it open whether a method
-            differs from the baseline.
+        rates: the rates of each method, by size.
+        more: the number of seeds for methods whose difference from the baseline the first ones
+            leave open; 0 for no further seeds.
     """
     rows = []
     for seed in dict.fromkeys(config.seed for config in configs):
         for config in (config for config in configs if config.seed == seed):
             for method in rates[config.bytes]:
-                rows.append(runs.run(log, with_rates(config, method, rates[config.bytes])))
+                rows.append(runs.run(log, set_rates(config, method, rates[config.bytes])))
         runs.forget(seed)
     first = [config for config in configs if config.seed == configs[0].seed]
-    open_ones = {config.bytes: undecided(of(rows, bytes=config.bytes)) for config in first}
+    open_ones = {config.bytes: find_undecided(select(rows, bytes=config.bytes)) for config in first}
     for seed in range(len(configs) // len(first), more if any(open_ones.values()) else 0):
         for config in (dataclasses.replace(config, seed=seed) for config in first):
             methods = open_ones[config.bytes]
             for method in ("frozen", *methods) if methods else ():
-                rows.append(runs.run(log, with_rates(config, method, rates[config.bytes])))
+                rows.append(runs.run(log, set_rates(config, method, rates[config.bytes])))
         runs.forget(seed)
     return rows
 
 
-def with_rates(config: Config, method: str, rates: dict[str, Rates]) -> Config:
-    """The configuration of a method at the rates that were chosen for it."""
+def set_rates(config: Config, method: str, rates: dict[str, Rates]) -> Config:
+    """The configuration of a method, with the rates chosen for it."""
     options: Any = rates[method]
     return dataclasses.replace(config, method=method, **options)  # type: ignore[arg-type]
 
 
 def table(rows: Rows, log: Log) -> list[str]:
-    """The table in Markdown, a part for each size, and what holds of the paper's claims."""
+    """The table in Markdown, with a section and the paper's claims for each size."""
     paper = PAPER.get(paper_set(log), {})
     config = rows[0]["config"]
     lines = [f"# Table 1: {log}", ""]
     for size in sorted({row["bytes"] for row in rows}):
-        mine = of(rows, bytes=size)
-        methods = [method for method in METHODS if of(mine, method=method)]
+        mine = select(rows, bytes=size)
+        methods = [method for method in METHODS if select(mine, method=method)]
         lines += [f"## {size} bytes an item", ""]
         lines += [
             "| | angle | p@100 % | p | r@100 % | p | by seed, Holm | distortion | p | "
             "by seed, Holm | distinct codes % | the paper's p@100, r@100 |"
         ]
         lines += ["|---" * 12 + "|"]
-        tests = {value: corrected(mine, value) for value in (recall, distortion)}
+        tests = {value: compare_methods(mine, value) for value in (recall, distortion)}
         for method in methods:
-            first = of(mine, method=method)
+            first = select(mine, method=method)
             angle = first[0]["config"]["angle"]
-            cells = [named(first, rows), "" if method in STILL else f"{angle:g}"]
+            cells = [name_method(first, rows), "" if method in STILL else f"{angle:g}"]
             cells += _cells(mine, method, precision, 100)
             for value, scale in ((recall, 100), (distortion, 1)):
                 p = tests[value].get(method, math.nan)
@@ -121,7 +121,9 @@ def table(rows: Rows, log: Log) -> list[str]:
             said = paper.get(method)
             cells.append(f"{said[0]}, {said[1]}" if said else "")
             lines.append(f"| {' | '.join(cells)} |")
-        if full := [row["results"]["full"]["recall@100"] for row in of(mine, method="post-hoc")]:
+        if full := [
+            row["results"]["full"]["recall@100"] for row in select(mine, method="post-hoc")
+        ]:
             lines += ["", f"Full precision, without an index: r@100 {_mean(full, 100)} %."]
         lines.append("")
         lines += [f"- {line}" for line in (*survivors(mine), *claims(mine))] + [""]
@@ -138,21 +140,23 @@ def table(rows: Rows, log: Log) -> list[str]:
     return lines
 
 
-def corrected(rows: Rows, value: Value) -> dict[str, float]:
-    """p-values against the baseline, seed by seed, of all methods of one size, after Holm."""
-    base = of(rows, method="frozen")
-    there = [m for m in METHODS if m != "frozen" and of(rows, method=m)]
-    return holm({m: paired_p_value(*pairs(of(rows, method=m), base, value)) for m in there})
+def compare_methods(rows: Rows, value: Value) -> dict[str, float]:
+    """Paired p-values of all methods of one size against the baseline, after Holm's correction."""
+    base = select(rows, method="frozen")
+    there = [m for m in METHODS if m != "frozen" and select(rows, method=m)]
+    return holm(
+        {m: paired_p_value(*pair_values(select(rows, method=m), base, value)) for m in there}
+    )
 
 
 def survivors(rows: Rows) -> list[str]:
-    """Which differences from the baseline survive the correction."""
-    base, told = of(rows, method="frozen"), []
+    """Which differences from the baseline are significant after the correction."""
+    base, told = select(rows, method="frozen"), []
     for name, value in (("recall@100", recall), ("the distortion", distortion)):
-        tests = corrected(rows, value)
+        tests = compare_methods(rows, value)
         found: dict[str, list[str]] = {"above": [], "below": [], "open": []}
         for method, p in tests.items():
-            first, second = pairs(of(rows, method=method), base, value)
+            first, second = pair_values(select(rows, method=method), base, value)
             way = "above" if sum(first) > sum(second) else "below"
             found[way if p < SIGNIFICANT else "open"].append(LABELS[method])
         parts = [
@@ -166,11 +170,11 @@ def survivors(rows: Rows) -> list[str]:
 
 
 def claims(rows: Rows) -> list[str]:
-    """What the rows of one size say about the paper's claims, and about indexing afterwards."""
+    """The paper's claims, and ours on post-hoc indexes, with what the rows of one size say."""
     told = []
-    base = of(rows, method="frozen")
+    base = select(rows, method="frozen")
     for method in ("gcd", "gcd-steepest", "gcd-greedy", "gcd-random", "cayley", "pogo"):
-        if not (base and (mine := of(rows, method=method))):
+        if not (base and (mine := select(rows, method=method))):
             continue
         told.append(
             f"{LABELS[method]} lowers the distortion of the baseline: "
@@ -180,7 +184,7 @@ def claims(rows: Rows) -> list[str]:
             f"{LABELS[method]} raises its recall@100: {verdict(mine, base, recall, lower=False)}"
         )
     for method, other in (("gcd", "post-hoc"), ("gcd", "jpq"), ("gcd", "cayley")):
-        mine, after = of(rows, method=method), of(rows, method=other)
+        mine, after = select(rows, method=method), select(rows, method=other)
         if mine and after:
             found = verdict(mine, after, recall, lower=False)
             told.append(f"{LABELS[method]} finds more than {LABELS[other]}: {found}")
@@ -188,7 +192,7 @@ def claims(rows: Rows) -> list[str]:
 
 
 def paper_set(log: Log) -> str:
-    """Which of the paper's data a log stands for."""
+    """The paper's dataset that a log corresponds to; empty if there is none."""
     name = log.name.lower()
     if "book" in name:
         return "Amazon Books"
@@ -198,7 +202,7 @@ def paper_set(log: Log) -> str:
 
 
 def _cells(rows: Rows, method: str, value: Value, scale: float) -> list[str]:
-    mine, base = ([value(row) for row in of(rows, method=kind)] for kind in (method, "frozen"))
+    mine, base = ([value(row) for row in select(rows, method=kind)] for kind in (method, "frozen"))
     p = p_value(mine, base)
     return [_mean(mine, scale), "" if method == "frozen" or math.isnan(p) else f"{p:.3g}"]
 

@@ -10,7 +10,7 @@ SECONDS_A_ROUND = 0.15
 
 
 def capture(step: Callable[[], Any], count: int = 20) -> tuple[Callable[[], Any], int]:
-    """Record a CUDA graph of many steps; returns its replay and their number."""
+    """Record a CUDA graph of `count` steps; returns its replay and their number."""
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     # A step on one stream must see what the step before it did on the other.
     side.wait_stream(current)
@@ -24,7 +24,7 @@ def capture(step: Callable[[], Any], count: int = 20) -> tuple[Callable[[], Any]
             step()
 
     def replay(_holder: Callable[[], Any] = step) -> None:
-        # A graph only has addresses: its tensors must live as long as their step.
+        # A graph holds only addresses, so its tensors must outlive it.
         graph.replay()
 
     return replay, count
@@ -53,8 +53,8 @@ def time_by_clock(
     """Seconds of single steps on the host."""
     times = []
     began = clock()
-    # The first step of a turn has the caches of the others; it only counts if there is no time for
-    # another.
+    # The first step finds the caches as other methods left them; it counts only if there is no
+    # time for another.
     step()
     if clock() - began > SECONDS_A_ROUND:
         return [clock() - began]

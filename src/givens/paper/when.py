@@ -1,8 +1,8 @@
-"""When does learning the rotation pay? Frozen against GCD, which the paper has no figure of.
+"""When does learning the rotation pay? Frozen against GCD; the paper has no such figure.
 
-{OPQ, identity, random start} × {towers free, items fixed} × {standing, drifting log} × bytes. The
-drifting log is gone through in order of time, so that the warm start is of the past. The angle of
-each case is chosen by the validation users of hidden seeds, as in table 1.
+{OPQ, identity, random start} × {towers free, items fixed} × {standing, drifting log} × bytes. On
+the drifting log, training follows the order of time, so that the warm start is out of date. The
+angle of each case is chosen on the validation users of hidden seeds, as in table 1.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from givens.paper.joint import (
     SMOKE,
     Runs,
     Value,
+    describe_setting,
     distortion,
     holm,
-    of,
     p_value,
+    pair_values,
     paired_p_value,
-    pairs,
     recall,
-    setting,
+    select,
 )
 from givens.paper.rates import ANGLES, tune
 from givens.paper.rows import Rows, save_picture
@@ -37,15 +37,15 @@ STARTS = ("opq", "identity", "random")
 KINDS = ("standing", "drifting")
 LOG = {"users": 20_000, "items": 10_000, "clicks": 600_000}
 DRIFT = 0.02
-# A row of an earlier version says "stationary".
+# Rows of an earlier version say "stationary".
 NAMES = {"stationary": "standing", False: "towers free", True: "items fixed"}
 PAYS, COSTS, OPEN = "#8fd19e", "#f2a0a0", "#ededed"
 Case = tuple[str, bool, str, int]
 """Kind of the log, fixed items, start and bytes."""
 
 
-def logs(data: Path | None, *, smoke: bool) -> dict[str, Log]:
-    """The built-in log, standing and drifting; or one of a folder, which is gone through twice."""
+def open_logs(data: Path | None, *, smoke: bool) -> dict[str, Log]:
+    """The built-in log, standing and drifting; or the log of a folder for both."""
     if data is not None:
         return dict.fromkeys(KINDS, read(data))
     sizes = SMOKE if smoke else LOG
@@ -54,7 +54,7 @@ def logs(data: Path | None, *, smoke: bool) -> dict[str, Log]:
 
 def run(runs: Runs, hidden: Runs, made: dict[str, Log], configs: list[Config],
         angle: float | None) -> Rows:  # fmt: skip
-    """All of them, for each seed and size; the angle of each case is found first, unless given."""
+    """Run all cases for each seed and size, after choosing the angle of each case unless given."""
     first = {config.bytes: config for config in configs}
     cases = [
         (kind, fixed, start, size)
@@ -66,7 +66,7 @@ def run(runs: Runs, hidden: Runs, made: dict[str, Log], configs: list[Config],
     angles: dict[Case, float] = {}
     for case in cases:
         log = made[case[0]]
-        learned = _with(first[case[3]], case, "gcd")
+        learned = _configure(first[case[3]], case, "gcd")
         if angle is None:
             learned = tune(learned, "angle", ANGLES, partial(hidden.explore, log))
         angles[case] = learned.angle if angle is None else angle
@@ -77,7 +77,7 @@ def run(runs: Runs, hidden: Runs, made: dict[str, Log], configs: list[Config],
         for case in cases:
             kind, fixed, start, size = case
             for method in ("frozen", "gcd"):
-                config = dataclasses.replace(_with(first[size], case, method), seed=seed)
+                config = dataclasses.replace(_configure(first[size], case, method), seed=seed)
                 if method == "gcd":
                     config = dataclasses.replace(config, angle=angles[case])
                 labels = {"kind": kind, "fixed": fixed, "start": start}
@@ -86,33 +86,37 @@ def run(runs: Runs, hidden: Runs, made: dict[str, Log], configs: list[Config],
     return rows
 
 
-def _with(config: Config, case: Case, method: str) -> Config:
+def _configure(config: Config, case: Case, method: str) -> Config:
     kind, fixed, start, _ = case
     options: Any = {"method": method, "start": start, "fixed_items": fixed}
     return dataclasses.replace(config, **options, stream=kind == "drifting")
 
 
-def latest(rows: Rows) -> Rows:
-    """The rows of the latest version among some."""
+def select_latest(rows: Rows) -> Rows:
+    """The rows of the latest version."""
     last = max(row.get("version", 1) for row in rows)
     return [row for row in rows if row.get("version", 1) == last and "results" in row]
 
 
 def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
-    """A field for each case: how much learning R changes recall and distortion, at what p."""
-    rows = latest(rows)
+    """Draw how learning R changes recall and distortion in each case, with the p-value."""
+    rows = select_latest(rows)
     sizes = sorted({row["bytes"] for row in rows})
     figure, panels = pyplot.subplots(len(sizes), 2, figsize=(10, 3 * len(sizes) + 0.5),
                                      squeeze=False)  # fmt: skip
     for column, (value, told) in enumerate(_VALUES.items()):
-        tests = corrected(rows, value)
+        tests = compare_cases(rows, value)
         for size, panel in zip(sizes, panels[:, column], strict=True):
             fields = [case for case in tests if case[3] == size]
-            _fill(panel, {case: (effect(rows, case, value), tests[case]) for case in fields}, value)
+            _fill(
+                panel,
+                {case: (find_effect(rows, case, value), tests[case]) for case in fields},
+                value,
+            )
             panel.set_title(told if len(sizes) == 1 else f"{told}, {size} bytes", fontsize=10)
     config = rows[0]["config"]
     caption = f"Learned against frozen R, means; p by seed, after Holm. n = {config['dim']}"
-    caption += f"{f', {sizes[0]} bytes' if len(sizes) == 1 else ''}, {setting(rows)}"
+    caption += f"{f', {sizes[0]} bytes' if len(sizes) == 1 else ''}, {describe_setting(rows)}"
     figure.suptitle(
         "Where does learning R pay? Green: yes, grey: not shown, red: it costs", size=11
     )
@@ -121,7 +125,7 @@ def plot(pyplot: Any, rows: Rows, path: Path) -> list[str]:
 
 
 def _fill(panel: Any, fields: dict[Case, tuple[float, float]], value: Value) -> None:
-    """One panel: starts across, items and logs down."""
+    """Fill one panel: starts across, items and logs down."""
     from matplotlib.patches import Rectangle
 
     lines = list(dict.fromkeys((case[0], case[1]) for case in fields))
@@ -149,16 +153,16 @@ _VALUES: dict[Value, str] = {recall: "recall@100, points", distortion: "distorti
 
 
 def claims(rows: Rows) -> list[str]:
-    """Where learning R pays, a line for each case, and what an identity start costs."""
-    rows = latest(rows)
+    """Where learning R pays, with a line for each case, and the cost of an identity start."""
+    rows = select_latest(rows)
     told = []
-    tests = {value: corrected(rows, value) for value in _VALUES}
+    tests = {value: compare_cases(rows, value) for value in _VALUES}
     named: list[tuple[Value, str]] = [(recall, "raises recall@100")]
     for value, name in (*named, (distortion, "lowers distortion")):
         good = [
             case
             for case, p in tests[value].items()
-            if p < SIGNIFICANT and (effect(rows, case, value) > 0) == (value is recall)
+            if p < SIGNIFICANT and (find_effect(rows, case, value) > 0) == (value is recall)
         ]
         where = "; ".join(map(_name, good)) or "none"
         told.append(
@@ -168,21 +172,21 @@ def claims(rows: Rows) -> list[str]:
     for case in tests[recall]:
         parts = []
         for value, title in _VALUES.items():
-            values = pairs(_of(rows, case, True), _of(rows, case, False), value)
+            values = _pair_case(rows, case, value)
             p, paired = p_value(*values), paired_p_value(*values)
-            change = effect(rows, case, value)
+            change = find_effect(rows, case, value)
             told_p = f"p = {p:.2g}, seed by seed {paired:.2g}, after Holm {tests[value][case]:.2g}"
             parts.append(f"{title.replace(', ', ' ')} {change:+.2f} ({told_p})")
         told.append(f"{_name(case)}: {', '.join(parts)}")
     for fixed in (False, True):
         for size in sorted({case[3] for case in tests[recall]}):
-            told += _from_identity(rows, fixed=fixed, size=size)
+            told += _compare_starts(rows, fixed=fixed, size=size)
     return told
 
 
-def _from_identity(rows: Rows, *, fixed: bool, size: int) -> list[str]:
-    kind = next(kind for kind, *_ in corrected(rows, distortion))
-    ends = [_of(rows, (kind, fixed, start, size), True) for start in ("opq", "identity")]
+def _compare_starts(rows: Rows, *, fixed: bool, size: int) -> list[str]:
+    kind = next(kind for kind, *_ in compare_cases(rows, distortion))
+    ends = [_select_case(rows, (kind, fixed, start, size), True) for start in ("opq", "identity")]
     if not all(ends):
         return []
     opq, identity = (statistics.fmean(map(distortion, mine)) for mine in ends)
@@ -192,22 +196,22 @@ def _from_identity(rows: Rows, *, fixed: bool, size: int) -> list[str]:
     ]
 
 
-def corrected(rows: Rows, value: Value) -> dict[Case, float]:
-    """The p-value of each case, seed by seed, after Holm's correction for all of them."""
-    found = {(row["kind"], row["fixed"], row["start"], row["bytes"]) for row in latest(rows)}
+def compare_cases(rows: Rows, value: Value) -> dict[Case, float]:
+    """Paired p-values of learned against frozen R in each case, after Holm's correction."""
+    found = {(row["kind"], row["fixed"], row["start"], row["bytes"]) for row in select_latest(rows)}
     cases = sorted(
         found,
         key=lambda case: (case[0] == "drifting", case[1], STARTS.index(case[2]), case[3]),
     )
     return holm({
-        case: paired_p_value(*pairs(_of(rows, case, True), _of(rows, case, False), value))
+        case: paired_p_value(*_pair_case(rows, case, value))
         for case in cases
     })  # fmt: skip
 
 
-def effect(rows: Rows, case: Case, value: Value) -> float:
-    """What learning R changes on average: recall in points, distortion in percent."""
-    mine, base = pairs(_of(rows, case, True), _of(rows, case, False), value)
+def find_effect(rows: Rows, case: Case, value: Value) -> float:
+    """The mean change by learning R: recall in points, distortion in percent."""
+    mine, base = _pair_case(rows, case, value)
     if value is recall:
         return 100 * (statistics.fmean(mine) - statistics.fmean(base))
     return 100 * (statistics.fmean(mine) / max(statistics.fmean(base), 1e-12) - 1)
@@ -218,7 +222,12 @@ def _name(case: Case) -> str:
     return f"{NAMES.get(kind, kind)} log, {NAMES[fixed]}, from {start}, {size} bytes"
 
 
-def _of(rows: Rows, case: Case, learned: bool) -> Rows:
+def _pair_case(rows: Rows, case: Case, value: Value) -> tuple[list[float], list[float]]:
+    """The values of a case with learned and with frozen R, by seed."""
+    return pair_values(_select_case(rows, case, True), _select_case(rows, case, False), value)
+
+
+def _select_case(rows: Rows, case: Case, learned: bool) -> Rows:
     kind, fixed, start, size = case
-    mine = of(rows, kind=kind, fixed=fixed, start=start, bytes=size)
+    mine = select(rows, kind=kind, fixed=fixed, start=start, bytes=size)
     return [row for row in mine if (row["method"] != "frozen") == learned]

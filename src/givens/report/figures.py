@@ -83,12 +83,12 @@ def draw_serving(entries: list[Entry]) -> Iterator[Figure]:
         at = (run.bytes, run.recall or 0.0)
         value = f"{_format_percent(at[1])} at {run.bytes} bytes"
         index.append(Series(run.label, c, [at], line=False, value=value))
-        at = (4 * run.options["dim"], run.found("full") or 0.0)
+        at = (4 * run.options["dim"], run.find_recall("full") or 0.0)
         value = f"{_format_percent(at[1])} at {at[0]:,} bytes"
         full.append(Series(run.label, c, [at], line=False, hollow=True, value=value))
         points = [(way.recall, way.queries_a_second) for way in ways]
         rates = [f"{way.way} {way.queries_a_second:,.0f}" for way in (ways[0], *ways[1:][-1:])]
-        # Numbers of lists; the ends of a line to FastScan are named in the caption.
+        # Numbers of lists; the caption explains the line to FastScan.
         notes = [way.way.split()[0] for way in ways] if ways[-1].way.endswith("lists") else ()
         lined = len(ways) > 1
         speeds.append(Series(run.label, c, points, line=lined, notes=notes, value=", ".join(rates)))
@@ -149,7 +149,7 @@ def draw_parts(entries: list[Entry]) -> Iterator[Figure]:
 
 
 def _draw_turning(entries: list[Entry]) -> Iterator[Figure]:
-    """Draw the angles of R's planes, and how axes were mixed."""
+    """Draw the angles of R's planes, and how R mixes axes."""
     turns = [
         (c, e.run, e.seen.turn)
         for c, e in _number_colours(entries)

@@ -75,7 +75,7 @@ def _compare_recall(mine: tuple[Folder, Measured], other: tuple[Folder, Measured
 
 
 def _describe_size(run: Folder) -> str:
-    full, bytes_of_full = run.found("full") or 0.0, 4 * run.options["dim"]
+    full, bytes_of_full = run.find_recall("full") or 0.0, 4 * run.options["dim"]
     return (
         f"{run.label}: with {run.bytes} bytes an item it finds "
         f"{100 * (run.recall or 0) / max(full, 1e-12):.0f} % of what its towers find in full "

@@ -20,7 +20,7 @@ from givens.report.runs import Folder
 from givens.retrieval import checkpoint, evaluate
 from givens.retrieval.batches import HeldOut
 
-# Seconds of single queries that are timed, after a few that fill the caches.
+# Seconds of timed single queries, and the number of queries before them that fill the caches.
 SECONDS, BEFORE = 0.5, 20
 # Codewords of a subspace in Faiss's FastScan.
 FAST = 16
@@ -44,9 +44,9 @@ class Turn:
     M: Float[Tensor, "n n"]
     """R₀ᵀR."""
     angles: Float[Tensor, " planes"]
-    """Of the ⌊n/2⌋ planes that M turns, in degrees, the largest first."""
+    """The angles of the ⌊n/2⌋ planes that M turns, in degrees, largest first."""
     between: float
-    """The part of it, by squares, that is between subspaces: inside one it changes no code."""
+    """The share of the change, in squares, that is between subspaces; within one, codes stay."""
 
     @property
     def moved(self) -> bool:
@@ -65,7 +65,7 @@ class Measured:
     """The index, at each nprobe where it has lists; its FastScan form where it may have one; full
     precision last."""
     counts: Int[Tensor, "D K"]
-    """How many items have each codeword."""
+    """The number of items with each codeword."""
     turn: Turn | None
 
     @property
@@ -108,7 +108,7 @@ def measure_run(run: Folder) -> Measured | None:
             f"{run.path}/index.faiss finds {float(users.mean()):.4f}, but results.json says "
             f"{run.results['index'][run.metric]:.4f}: they are of different runs"
         )
-    # Not by encoding: jpq keeps codes that are no longer those of the nearest codewords.
+    # Read, not encoded again: the codes of jpq are not those of the nearest codewords.
     codes = torch.from_numpy(read_codes(index))
     counts = torch.stack([torch.bincount(c.long(), minlength=q.codewords) for c in codes.T])
     speeds = [
@@ -149,7 +149,7 @@ def compare_rotations(start: Quantizer, end: Quantizer) -> Turn:
 
 
 def _load_start(run: Folder) -> Quantizer | None:
-    """The index at its start, if the run has kept it."""
+    """The start of the index, if the run saved it."""
     path = run.path / "start.safetensors"
     return load(path) if path.is_file() else None
 
@@ -210,12 +210,14 @@ def _measure_speeds(index: Any, queries: Tensor, held: HeldOut, k: int) -> Itera
 
 
 def _measure_flat(run: Folder, items: Tensor, queries: Tensor, held: HeldOut, k: int) -> Speed:
-    """The speed of exhaustive search over the vectors, by Faiss too."""
+    """The speed of exhaustive search in full precision, also by Faiss."""
     import faiss
 
     flat = faiss.IndexFlatIP(items.shape[1])
     flat.add(items.numpy())
-    return Speed("full precision", run.found("full") or 0.0, _measure_rate(flat, queries, held, k))
+    return Speed(
+        "full precision", run.find_recall("full") or 0.0, _measure_rate(flat, queries, held, k)
+    )
 
 
 def _measure_recall(index: Any, queries: Tensor, held: HeldOut, k: int) -> float:

@@ -106,12 +106,12 @@ def _list_cautions(entries: list[Entry], logs: list[str]) -> list[str]:
         f"items for everybody ({100 * recall:.2f} % against {100 * popular:.2f} %); its towers "
         "have learned too little for these numbers to mean much"
         for entry in entries
-        if (recall := entry.run.found("index") or 0.0)
-        < (popular := entry.run.found("popularity") or 0.0)
+        if (recall := entry.run.find_recall("index") or 0.0)
+        < (popular := entry.run.find_recall("popularity") or 0.0)
     ]
     lines += [
         f"{entry.run.label} is {entry.run.standing}; it has no index yet, and is shown as far as "
-        f"it came. Go on with: givens train … -o {entry.run.path} --resume"
+        f"it came. Continue with: givens train … -o {entry.run.path} --resume"
         for entry in entries
         if entry.run.results is None
     ]
@@ -137,14 +137,16 @@ def _tabulate_results(entries: list[Entry]) -> Table:
         cells = (
             _format_number(run.distortion, "{:.4f}"),
             _format_number(run.recall, "{:.2%}"),
-            _format_number(run.found("full"), "{:.2%}"),
+            _format_number(run.find_recall("full"), "{:.2%}"),
             f"{run.bytes}",
             perplexity or "–",
             _format_number(run.about.get("seconds"), "{:,.0f}"),
         )
         label = Cell(run.label, number % figures.COLOURS, name=True)
         rows.append((label, *map(Cell, cells)))
-    popular = {run.found("popularity"): run for run in (e.run for e in entries) if run.results}
+    popular = {
+        run.find_recall("popularity"): run for run in (e.run for e in entries) if run.results
+    }
     for value, run in popular.items():
         log = f", {run.about['log'].split(':')[0]}" if len(popular) > 1 else ""
         found = _format_number(value, "{:.2%}")

@@ -19,13 +19,13 @@ class Folder:
 
     path: Path
     label: str
-    """Its name among the runs of a report."""
+    """A label that is unique in a report."""
     about: dict[str, Any]
     """config.json: options, command, seed, device and versions."""
     rows: list[Row]
-    """What every look at the validation users saw."""
+    """The rows of all evaluations on the validation users."""
     results: dict[str, Any] | None
-    """Of the test users; none where the run is not finished."""
+    """The metrics of the test users; None before the run is finished."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Folder:
 
     @property
     def bytes(self) -> int:
-        """The bytes of an item's code, which is packed bit by bit."""
+        """The bytes of an item's code, with bits packed."""
         bits = max(int(self.options["codewords"] - 1).bit_length(), 1)
         return -(-int(self.options["subspaces"]) * bits // 8)
 
@@ -50,7 +50,7 @@ class Folder:
 
     @property
     def metric(self) -> str:
-        """The name of the main metric: recall@100, or a smaller k for a small catalogue."""
+        """The name of the main metric: recall@100, or at a smaller k in a small catalogue."""
         ks = [
             int(name[7:])
             for name in (self.results or {"index": {}})["index"]
@@ -61,11 +61,11 @@ class Folder:
     @property
     def recall(self) -> float | None:
         """The test users' recall by the index."""
-        return self.found("index")
+        return self.find_recall("index")
 
     @property
     def distortion(self) -> float | None:
-        """The distortion of all items by the index that is kept, or by the latest one so far."""
+        """The distortion of all items, by the index that is kept or the latest one so far."""
         if self.results is not None:
             return float(self.results["distortion"])
         return float(self.joint[-1]["distortion"]) if self.joint else None
@@ -75,7 +75,7 @@ class Folder:
         """The step whose index is kept; None before the run is finished."""
         return None if self.results is None else int(self.results["best_step"])
 
-    def found(self, by: str) -> float | None:
+    def find_recall(self, by: str) -> float | None:
         """The test users' recall by the index, in full precision or by popularity."""
         return None if self.results is None else float(self.results[by][self.metric])
 
@@ -90,7 +90,7 @@ class Folder:
 
 
 def read_runs(paths: list[Path]) -> list[Folder]:
-    """Read the runs in these folders; each gets a label of its own."""
+    """Read the runs in these folders, with unique labels."""
     if not paths:
         raise ValueError("a report needs at least one run; make one with `givens train -o RUN`")
     runs = [_read(path) for path in dict.fromkeys(paths)]

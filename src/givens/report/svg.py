@@ -34,7 +34,7 @@ class Series:
     dashed: bool = False
     hollow: bool = False
     value: str = ""
-    """The number to tell of it beside its name."""
+    """A number that is shown beside its name."""
     notes: Sequence[str] = ()
     """A word beside each point."""
 

@@ -1,8 +1,8 @@
 """Training examples and held-out users of a log, as tensors on the device.
 
-An example is a place in a training user's clicks: the history is what came before it, the target is
-drawn from the next few items. What is drawn depends on nothing but the seed and the step, so that a
-resumed run draws what it would have drawn.
+An example is a position in a training user's clicks: the history is what came before it, and the
+target is drawn from the next few items. Draws depend only on the seed and the step, so a resumed
+run draws the same batches.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from torch import Tensor
 from givens import distributed
 from givens.retrieval.data import Log
 
-# Part of the log that a stream's steps draw from at a time.
+# The share of the log from which a step of a stream draws.
 STREAM_WINDOW = 0.1
-# Seeds of steps are this far apart, so that no two runs share their draws.
+# Runs of different seeds are this many steps apart, so that they share no draws.
 SEED_STRIDE = 1 << 32
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Inputs of the user tower: histories, the latest item first, −1 where there is none."""
+    """Inputs of the user tower: histories with the latest item first, padded with −1."""
 
     history: Int[Tensor, "b h"]
     words: Int[Tensor, "b w"] | None = None
@@ -38,7 +38,7 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Held-out users: the inputs of their tower, what they have seen, and what they liked next.
+    """Held-out users: tower inputs, the items that they have seen, and those that they liked next.
 
     `seen` and `truth` are sorted keys, user·catalogue + item.
     """
@@ -47,11 +47,11 @@ class HeldOut:
     seen: Int[Tensor, " s"]
     truth: Int[Tensor, " t"]
     sizes: Int[Tensor, " b"]
-    """How many items of the truth each user has."""
+    """The number of true items of each user."""
 
 
 class Examples:
-    """A log's training clicks on a device, drawn in batches."""
+    """The training clicks of a log on a device, drawn in batches."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class Examples:
 
         Args:
             log: the log.
-            history: the most items that the user tower looks back at.
+            history: the most items of a history.
             ahead: the target is one of this many next items.
-            seed: of the draws.
-            stream: whether steps go through the log in order of time, instead of all over it.
-            device: where.
+            seed: the seed of the draws.
+            stream: whether steps follow the order of time, instead of drawing from the whole log.
+            device: where the tensors are.
         """
         self.log, self.history, self.ahead, self.seed = log, history, ahead, seed
         self.stream, self.device = stream, torch.device(device)
@@ -80,7 +80,7 @@ class Examples:
         user = np.repeat(np.arange(log.users), counts)
         trained = np.zeros(log.users, bool)
         trained[log.train] = True
-        # A user's first click has no history, unless words are enough.
+        # A user's first click has no history; with words it is an example all the same.
         first = np.zeros(len(user), bool)
         first[log.starts[:-1]] = log.words is None
         places = np.flatnonzero(trained[user] & ~first)
@@ -99,14 +99,14 @@ class Examples:
     ) -> tuple[Inputs, Int[Tensor, " b"]]:
         """Draw the batch of a step.
 
-        Gives this rank's rows of the inputs of the user tower, and the targets of all ranks' rows.
-        What is drawn does not depend on how many ranks there are.
+        Returns the inputs of this rank's rows, and the targets of the rows of all ranks. The batch
+        does not depend on the number of ranks.
 
         Args:
             step: the number of the step.
-            size: rows of the batch, of all ranks together.
-            progress: how far training is, from 0 to 1.
-            dropout: the part of histories that is left out at random.
+            size: rows of the batch, on all ranks together.
+            progress: the progress of training, from 0 to 1.
+            dropout: the share of history items that is left out at random.
         """
         self.generator.manual_seed(self.seed * SEED_STRIDE + step)
         first, count = 0, len(self.places)
@@ -116,7 +116,7 @@ class Examples:
         drawn = torch.randint(count, (size,), generator=self.generator, device=self.device)
         place = self.places[first + drawn]
         user = self.user[place].long()
-        # One draw of a number for each row, whatever its range: so many items are left.
+        # One random number for each row, whatever the number of items left to choose from.
         left = (self.starts[user + 1] - place).clamp_max(self.ahead)
         share = torch.rand(size, generator=self.generator, device=self.device)
         target = self.items[place + (share * left).long().clamp_max(left - 1)].long()
@@ -124,21 +124,21 @@ class Examples:
         return self._drop_items(self.build_inputs(user[mine], place[mine]), dropout, size), target
 
     def draw_items(self, count: int) -> Int[Tensor, " m"]:
-        """Uniformly drawn items, to go with the batch drawn last."""
+        """Draw items uniformly, for the batch drawn last."""
         drawn: Tensor = torch.randint(
             self.log.catalogue, (count,), generator=self.generator, device=self.device
         )
         return drawn
 
     def build_inputs(self, user: Int[Tensor, " b"], place: Int[Tensor, " b"]) -> Inputs:
-        """The inputs of users before these places of the log."""
+        """The inputs of users at these positions of the log."""
         back = place[:, None] - 1 - torch.arange(self.history, device=self.device)
         history = self.items[back.clamp_min(0)].long()
         history = history.masked_fill(back < self.starts[user][:, None], -1)
         return Inputs(history, None if self.words is None else self.words[user].long())
 
     def _drop_items(self, inputs: Inputs, dropout: float, size: int) -> Inputs:
-        """This rank's inputs with items of the histories left out, of a batch of this size."""
+        """Drop history items of this rank's inputs, for a batch of this size."""
         if not dropout:
             return inputs
         shape = (size, self.history)
@@ -147,7 +147,7 @@ class Examples:
         return Inputs(dropped, inputs.words)
 
     def hold_out(self, users: Int[np.ndarray, " b"]) -> HeldOut:
-        """Users with the first half of their clicks as the history, the others as the truth."""
+        """Held-out users, with the first half of their clicks as the history, the rest as truth."""
         who = torch.from_numpy(users).to(self.device)
         begin, end = self.starts[who], self.starts[who + 1]
         middle = begin + (end - begin) // 2
@@ -158,14 +158,14 @@ class Examples:
             at = first[row] + torch.arange(len(row), device=self.device) - before[row]
             keys.append(torch.unique(row * self.log.catalogue + self.items[at]))
         seen, truth = keys
-        # What was seen is not recommended, so it is not asked for either.
+        # Seen items are not recommended, so they are not in the truth either.
         truth = truth[~torch.isin(truth, seen)]
         sizes = torch.bincount(truth // self.log.catalogue, minlength=len(who))
         return HeldOut(self.build_inputs(who, middle), seen, truth, sizes)
 
 
 def open_examples(log: Log, **options: Any) -> Examples:
-    """The examples of a log, with the options of `Examples`: in memory, or read from its files."""
+    """The examples of a log, in memory or read from its files; options are those of `Examples`."""
     if not log.streamed:
         return Examples(log, **options)
     from givens.retrieval.streams import StreamedExamples

@@ -1,7 +1,7 @@
-"""The state of a run in a file: parts, optimizers' states and the best step so far.
+"""The state of a run in a file: parts, optimizer states and the best step so far.
 
-What is drawn depends on the seed and the step alone, so there is no generator to save. The rows of
-split tables are in files beside it, which it names: it is renamed into its place last.
+Draws depend only on the seed and the step, so there is no generator to save. The rows of split
+tables are in files of their own, which the checkpoint names and which are written before it.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ ITEMS = "towers.items.weight"
 
 
 def save(state: State, path: Path) -> None:
-    """Write a state, in the place of an older file; among ranks all must call it."""
+    """Write a state, replacing an older file; all ranks must call this."""
     best = state.best
-    # Of the step that did best they are there.
+    # The files of the best step exist already.
     entries = best.rows if best.step == state.step else []
     entries = entries or state.files.save(state.columns(), state.first, state.step)
     distributed.from_first(lambda: _save(state, path, entries))
@@ -61,14 +61,14 @@ def _save(state: State, path: Path, entries: list[Entry]) -> None:
         "numbers": numbers,
         "rows": entries,
     }
-    # There may be more rows than a file's header can hold.
+    # The header of a file is too small for all rows.
     rows = bytearray(json.dumps(state.rows).encode())
     tensors["rows"] = torch.frombuffer(rows, dtype=torch.uint8)
     files.save(path, KIND, tensors, about)
 
 
 def load(state: State, path: Path) -> None:
-    """Restore a fresh state from a file; one of another configuration or log is refused."""
+    """Restore a fresh state from a file of the same configuration and log."""
     contents = files.load(path, KIND)
     with _refuse_missing(path):
         _restore(state, path, contents.metadata, contents.tensors)
@@ -103,7 +103,7 @@ def _restore(state: State, path: Path, about: dict[str, Any], tensors: dict[str,
 
 @contextlib.contextmanager
 def _refuse_missing(path: Path) -> Iterator[None]:
-    """Refuse a file that is whole but lacks what it should hold."""
+    """Raise a ValueError if an intact file lacks what it should hold."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -114,7 +114,7 @@ def _refuse_missing(path: Path) -> Iterator[None]:
 
 
 def save_towers(state: State, path: Path) -> None:
-    """Write the towers at their best step, where the state is, and what they were made with."""
+    """Write the towers of a state, which is at its best step, with their configuration and log."""
     about: dict[str, Any] = {"config": dataclasses.asdict(state.config)}
     about["log"] = state.log.fingerprint
     if state.tables:
@@ -123,13 +123,13 @@ def save_towers(state: State, path: Path) -> None:
 
 
 def save_parts(parts: dict[str, Tensor], path: Path, about: dict[str, Any] | None = None) -> None:
-    """Write the towers among parts."""
+    """Write those of the parts that belong to the towers."""
     towers = {name: part for name, part in parts.items() if name.startswith("towers.")}
     files.save(path, TOWERS, towers, about or {})
 
 
 def load_towers(path: Path) -> dict[str, Tensor]:
-    """The parts that `save_towers` or `save_parts` wrote, all rows of split tables among them."""
+    """The parts that `save_towers` or `save_parts` wrote, including all rows of split tables."""
     contents = files.load(path, TOWERS)
     if entries := contents.metadata.get("rows"):
         with _refuse_missing(path):
@@ -141,9 +141,9 @@ def load_towers(path: Path) -> dict[str, Tensor]:
 
 
 def open_items(path: Path) -> File:
-    """The items among the towers of a file, read where they are sliced, as `refresh` does.
+    """The item embeddings in a file of towers, read when they are sliced, as for `refresh`.
 
-    They are as long as they were learned: for a cosine quantizer, which normalises them.
+    They are not normalised; a cosine quantizer does that.
     """
     contents = files.read_header(path).metadata
     with _refuse_missing(path):
@@ -153,13 +153,13 @@ def open_items(path: Path) -> File:
 
 
 def save_users(users: Tensor, held: HeldOut, path: Path) -> None:
-    """Write the vectors of held-out users, what they had seen and what they liked after it."""
+    """Write the vectors of held-out users, the items they have seen and those they liked next."""
     parts = {"queries": users, "seen": held.seen, "truth": held.truth, "sizes": held.sizes}
     files.save(path, USERS, parts, {})
 
 
 def load_users(path: Path) -> tuple[Tensor, HeldOut]:
-    """What `save_users` wrote, with empty inputs: they are not in the file."""
+    """What `save_users` wrote; the inputs are not in the file and come back empty."""
     parts = files.load(path, USERS).tensors
     with _refuse_missing(path):
         inputs = Inputs(torch.empty(len(parts["queries"]), 0, dtype=torch.int64))

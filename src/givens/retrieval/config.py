@@ -1,4 +1,4 @@
-"""The options of a training run: with the log, they decide its outcome."""
+"""The options of a training run. Options and log determine the outcome."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -37,17 +37,17 @@ LABELS: dict[str, str] = {
     "post-hoc": "Faiss OPQ afterwards",
     "post-hoc-fit": "givens.fit afterwards",
 }
-"""What tables and pictures call the methods."""
+"""The names of the methods in tables and pictures."""
 Start = Literal["opq", "identity", "random"]
 Loss = Literal["softmax", "hinge"]
 Size = Literal["small", "medium", "large"]
 
-# A softmax over more items than this draws some of them.
+# With more items than this, the softmax is over SHARED of them, drawn at random.
 MOST_ITEMS, SHARED = 10_000, 4096
-# So many items take larger batches to be seen often enough, and higher rates, since they are moved
-# only when they are seen. Ranks have a range of their rows each.
+# More items than this need larger batches, to be seen often enough, and higher rates, since an item
+# moves only in steps that see it. Their tables are split over ranks.
 LARGE = 50_000
-# What the sizes of `config_for` and `givens train` set.
+# The options that the sizes of `config_for` and `givens train` set.
 SIZES: dict[str, dict[str, Any]] = {
     "small": {
         "dim": 64,
@@ -79,7 +79,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Help:
-    """What `givens train --help` says of an option, and in which panel."""
+    """The help text of an option of `givens train`, and its panel."""
 
     text: str
     panel: str
@@ -98,12 +98,12 @@ class Config:
         Method,
         INDEX(
             "How R is learned: gcd (as in givens.GCD), the paper's gcd-random, gcd-greedy and "
-            "gcd-steepest, cayley, expm, pogo, penalty; frozen: as it starts; jpq: the codes too "
-            "stay as they start; post-hoc, post-hoc-fit: no index in training, Faiss OPQ or "
+            "gcd-steepest, cayley, expm, pogo, penalty; frozen: R stays as it starts; jpq: R and "
+            "codes stay as they start; post-hoc, post-hoc-fit: no index in training, Faiss OPQ or "
             "givens.fit afterwards."
         ),
     ] = "gcd"
-    start: Annotated[Start, INDEX("Where R starts: opq, identity or random.")] = "opq"
+    start: Annotated[Start, INDEX("The start of R: opq, identity or random.")] = "opq"
     exact: Annotated[bool, INDEX("Exact maximum-weight pairings for gcd-steepest.")] = True
     dim: Annotated[int, INDEX("Dimension of the embeddings.")] = 512
     subspaces: Annotated[
@@ -111,42 +111,43 @@ class Config:
     ] = 32
     codewords: Annotated[int, INDEX("Codewords of each subspace, 2 to 256.")] = 256
     coarse: Annotated[int, INDEX("Lists of an inverted file; 0 for none.")] = 0
-    sample: Annotated[int, INDEX("Item embeddings that the index is started from.")] = 8192
-    iterations: Annotated[int, INDEX("The most iterations of OPQ on them.")] = 200
+    sample: Annotated[int, INDEX("Item embeddings for the warm start of the index.")] = 8192
+    iterations: Annotated[int, INDEX("The most iterations of OPQ in the warm start.")] = 200
     pool: Annotated[Pool, TOWERS("Pooling of the history: mean or attention.")] = "attention"
-    history: Annotated[int, TOWERS("Latest items that the user tower sees; 0 for words alone.")] = (
+    history: Annotated[int, TOWERS("Latest items that the user tower sees; 0 for words only.")] = (
         100
     )
     ahead: Annotated[int, TOWERS("The target is one of this many next items.")] = 20
-    dropout: Annotated[float, TOWERS("Part of the history that is hidden in training.")] = 0.3
-    loss: Annotated[Loss, LEARNING("softmax or hinge.")] = "softmax"
-    temperature: Annotated[float, LEARNING("Of the softmax.")] = 0.07
-    margin: Annotated[float, LEARNING("Of the hinge loss.")] = 0.1
+    dropout: Annotated[float, TOWERS("Share of the history that is hidden in training.")] = 0.3
+    loss: Annotated[Loss, LEARNING("Retrieval loss: softmax or hinge.")] = "softmax"
+    temperature: Annotated[float, LEARNING("Temperature of the softmax.")] = 0.07
+    margin: Annotated[float, LEARNING("Margin of the hinge loss.")] = 0.1
     negatives: Annotated[
-        int | None, LEARNING("Uniformly drawn items that a batch shares; if left out, all items.")
+        int | None,
+        LEARNING("Uniformly drawn negatives that a batch shares; if left out, all items."),
     ] = None
-    batch: Annotated[int, LEARNING("Examples of a step, of all ranks together.")] = 1024
+    batch: Annotated[int, LEARNING("Examples in a step, on all ranks together.")] = 1024
     lr: Annotated[
-        float, LEARNING("Adam's rate for the towers; it falls to 0 by a cosine in each phase.")
+        float, LEARNING("Adam's rate for the towers; each phase has a cosine decay to 0.")
     ] = 1e-3
     joint_lr: Annotated[
-        float, LEARNING("Adam's rate for towers and codebooks, with the index.")
+        float, LEARNING("Adam's rate for towers and codebooks in the joint phase.")
     ] = 1e-3
     angle: Annotated[
-        float, LEARNING("About how far R turns an axis in a step, in radians; falls likewise.")
+        float, LEARNING("Typical angle by which a step turns an axis, in radians; decays likewise.")
     ] = 1e-2
-    # A softmax divides by its temperature, so its gradients are large: at a weight of 1 R would
-    # follow them alone.
+    # The softmax divides by its temperature, so its gradients are large; at a weight of 1, R would
+    # follow only them.
     weight: Annotated[float, LEARNING("Weight of the distortion in the loss.")] = 10.0
-    warmup: Annotated[int, LEARNING("Steps without the index.")] = 1500
-    steps: Annotated[int, LEARNING("Steps with the index.")] = 1500
-    fixed_items: Annotated[bool, LEARNING("Keep the item tower as it is, with the index.")] = False
-    stream: Annotated[bool, LEARNING("Go through the log in order of time.")] = False
+    warmup: Annotated[int, LEARNING("Warm-up steps, without the index.")] = 1500
+    steps: Annotated[int, LEARNING("Joint steps, with the index.")] = 1500
+    fixed_items: Annotated[bool, LEARNING("Keep the item tower fixed in the joint phase.")] = False
+    stream: Annotated[bool, LEARNING("Train in order of time.")] = False
     every: Annotated[int, LEARNING("Steps between evaluations on the validation users.")] = 100
-    seed: Annotated[int, LEARNING("Seed of everything that is drawn.")] = 0
+    seed: Annotated[int, LEARNING("Seed of all random draws.")] = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run."""
+        """Check the options."""
         for name, kind in (("method", Method), ("start", Start), ("loss", Loss), ("pool", Pool)):
             check_choice(name, getattr(self, name), get_args(kind))
         check_sizes(self.dim, self.subspaces, self.codewords, self.coarse)
@@ -174,26 +175,26 @@ class Config:
 
     @property
     def after(self) -> bool:
-        """Whether the index is made after the training, which knows nothing of it."""
+        """Whether the index is built only after training (post-hoc)."""
         return self.method.startswith("post-hoc")
 
     @property
     def exact_rotation(self) -> bool:
-        """Whether training keeps R a rotation, not only close to one."""
+        """Whether training keeps R exactly orthogonal, not only close to it."""
         return self.method not in ("penalty", "pogo")
 
     @property
     def items_stay(self) -> bool:
-        """Whether the item tower stays as it is, with the index."""
+        """Whether the item tower is fixed in the joint phase."""
         return self.fixed_items or self.method == "jpq"
 
     @property
     def bytes(self) -> int:
-        """Of an item's code, packed as Faiss packs it."""
+        """The bytes of an item's code, packed as in Faiss."""
         return -(-self.subspaces * (self.codewords - 1).bit_length() // 8)
 
     def check(self, log: Log) -> None:
-        """Refuse a log that is too small for the index, and a batch that ranks cannot share."""
+        """Raise if the log is too small for the index, or ranks cannot share the batch equally."""
         for name in ("codewords", "coarse"):
             items, wanted = min(log.catalogue, self.sample), getattr(self, name)
             if items < wanted:
@@ -211,7 +212,7 @@ class Config:
             )
 
     def check_order(self, name: str, *, streamed: bool) -> None:
-        """Refuse an order of time in a log that is read user by user."""
+        """Raise if the order of time is asked of a log that is read user by user."""
         if self.stream and streamed:
             raise ValueError(
                 f"stream must be left out for {name}: Parquet files are read user by user, not in "
@@ -224,9 +225,9 @@ def config_for(log: Log | None, *, size: Size = "large", **options: Any) -> Conf
 
     Args:
         log: the log to train on; None checks the options before a log is read.
-        size: "small" and "medium" are for CPUs; "large" suits a GPU, and follows the number of
+        size: "small" and "medium" are for CPUs; "large" is for GPUs and depends on the number of
             items of the log.
-        options: of `Config`, in the place of those of the size; None counts as not given.
+        options: options of `Config` that override those of the size; None counts as not given.
     """
     check_choice("size", size, SIZES)
     chosen = dict(SIZES[size])
@@ -240,7 +241,7 @@ def config_for(log: Log | None, *, size: Size = "large", **options: Any) -> Conf
 
 
 def find_difference(saved: dict[str, Any], given: dict[str, Any]) -> str | None:
-    """The first option given that differs from the saved ones, in words; none if none does."""
+    """The first given option that differs from the saved one, in words; None if there is none."""
     for name, value in given.items():
         if saved.get(name) != value:
             return f"{name}={saved.get(name)!r}, but got {name}={value!r}"

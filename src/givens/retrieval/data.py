@@ -1,8 +1,8 @@
-"""Logs of who clicked what, and when.
+"""Click logs: who clicked what, and when.
 
-The protocol: ratings of at least 4, users with at least 10 of them, unless told otherwise; some
-users are held out for validation and some for the test. The first half of a held-out user's items
-by time is the history, the second half the truth.
+The protocol: ratings of at least 4 and users with at least 10 of them, by default; some users are
+held out for validation and some for the test. The first half of a held-out user's items by time is
+the history, the second half the truth.
 """
 
 import dataclasses
@@ -20,27 +20,27 @@ from numpy.typing import NDArray
 from givens.checks import check_number, check_seed, check_whole
 
 MIN_RATING, MIN_ITEMS = 4.0, 10
-# Of a rating, beside its sign.
+# The largest absolute rating.
 LARGEST = 1e9
-# Of each kind; a fifth of the users where there are few.
+# Held-out users of each kind; a fifth of all users if there are few.
 HELD_OUT = 1000
-# Tastes of a user of the built-in log, and how likely each is.
+# Tastes of a user of the built-in log, and their probabilities.
 TASTES, SHARES = 3, (0.5, 0.3, 0.2)
-# How far around a taste clicks fall: as part of the ring, and no more than so many items.
+# The spread of clicks around a taste: a share of the ring, and a bound in items.
 SPREAD, AROUND = 0.005, 50
-# Clicks that follow popularity alone.
+# The share of clicks that follow popularity only.
 STRAY = 0.1
-# Over its time, the items of a drifting log change their neighbours so many times.
+# The number of times that the items of a drifting log change their places.
 EPOCHS = 16
-# How often a word of a query is a wrong one.
+# The probability that a word of a query is wrong.
 WRONG = 0.1
-# Names that are written at a time.
+# Names in one write.
 NAMES_AT_ONCE = 65_536
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The rules by which rows and users of a file are kept, and how many they leave out."""
+    """The rules that select rows and users of a file, and how many they leave out."""
 
     min_rating: float
     """Rows with lower ratings are left out; without ratings every row counts."""
@@ -76,10 +76,10 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Names without a Python object for each: their UTF-8 in a row, and where each ends."""
+    """Names in one UTF-8 buffer with offsets, without a Python object for each."""
 
     ends: Int[np.ndarray, " ends"]
-    """Text i ends at byte `ends[i + 1]`, where the next begins."""
+    """Name i is from byte `ends[i]` to byte `ends[i + 1]`."""
     text: UInt8[np.ndarray, " bytes"]
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class Names:
 
 
 def write_names(path: Path, names: "Shaped[np.ndarray, ' catalogue'] | Names") -> None:
-    """Write a line for each name, some at a time."""
+    """Write a line for each name, in chunks."""
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for first in range(0, len(names), NAMES_AT_ONCE):
             file.writelines(f"{name}\n" for name in names[first : first + NAMES_AT_ONCE])
@@ -105,45 +105,45 @@ class Log:
 
     name: str
     starts: Int[np.ndarray, " starts"]
-    """Where each user's clicks begin; the last number is the number of clicks."""
+    """The first click of each user; the last entry is the number of clicks."""
     items: Int[np.ndarray, " clicks"]
     times: Float[np.ndarray, " clicks"]
     """From 0 to 1, in the log's order of time."""
     catalogue: int
-    """How many items there are."""
+    """The number of items."""
     train: Int[np.ndarray, " a"]
     valid: Int[np.ndarray, " b"]
     test: Int[np.ndarray, " c"]
     words: Int[np.ndarray, "users w"] | None = None
-    """What a user says of what is wanted: a query's words, or features."""
+    """What a user looks for: the words of a query, or features."""
     names: Shaped[np.ndarray, " catalogue"] | Names | None = None
-    """What the items are called where the log is from."""
+    """The items' names in the source of the log."""
     selection: Selection | None = None
-    """What was left out of the file; none where the log was made in memory."""
+    """What was left out of the file; None for a log made in memory."""
 
     @property
     def rules(self) -> dict[str, float]:
-        """The rules by which rows and users were kept; none where the log was made in memory."""
+        """The rules that selected rows and users; empty for a log made in memory."""
         return {} if self.selection is None else self.selection.rules
 
     @property
     def users(self) -> int:
-        """How many users there are."""
+        """The number of users."""
         return len(self.starts) - 1
 
     @property
     def streamed(self) -> bool:
-        """Whether only held-out users' clicks are in memory, and the others are read from files."""
+        """Whether only the clicks of held-out users are in memory, the others in files."""
         return False
 
     @property
     def vocabulary(self) -> int:
-        """How many different words there are."""
+        """The number of different words."""
         return 0 if self.words is None else int(self.words.max()) + 1
 
     @property
     def unseen(self) -> int:
-        """How many items no training user has clicked: nothing can be learned of them."""
+        """The number of items that no training user has clicked, so that they are not trained."""
         trained = np.zeros(self.users, bool)
         trained[self.train] = True
         clicked = self.items[np.repeat(trained, np.diff(self.starts))]
@@ -151,7 +151,7 @@ class Log:
 
     @property
     def fingerprint(self) -> str:
-        """By which a checkpoint knows its log."""
+        """A digest by which a checkpoint identifies its log."""
         digest = hashlib.sha256(f"{self.catalogue}".encode())
         for part in (self.starts, self.items, self.train, self.valid, self.test, self.words):
             digest.update(b"" if part is None else part.tobytes())
@@ -177,21 +177,21 @@ def split(
     held_out: int = HELD_OUT,
     seed: int = 0,
 ) -> Log:
-    """A log from rows, by the protocol; without times, rows are in their order.
+    """Make a log from rows, by the protocol.
 
     Args:
-        user: of each row.
-        item: of each row.
-        rating: of each row; without ratings every row counts.
-        time: of each row.
-        name: of the log, for messages.
-        min_rating: the rule of `readers.read`, as all that follow.
-        min_items: users with fewer rows go.
-        held_out: how many users each for validation and test.
-        seed: of their draw.
+        user: the user of each row.
+        item: the item of each row.
+        rating: the rating of each row; without ratings every row counts.
+        time: the time of each row; by default rows are in order of time.
+        name: the name of the log, for messages.
+        min_rating: rows with lower ratings are left out.
+        min_items: users with fewer rows than this are left out.
+        held_out: users for validation, and as many for the test; a fifth if there are few.
+        seed: the seed of the draw of held-out users.
     """
     check_number("min_rating", min_rating, -LARGEST)
-    # One for the history, one for the truth.
+    # At least one for the history and one for the truth.
     check_whole("min_items", min_items, 2)
     rows, everyone = len(user), len(np.unique(user))
     if time is None:
@@ -211,7 +211,7 @@ def split(
     order = np.lexsort((time, user))
     names, items = np.unique(item[order], return_inverse=True)
     counts = counts[counts >= min_items]
-    # Where a click stands among all by time, so that no clock's scale matters.
+    # Ranks of the times from 0 to 1, so that their unit does not matter.
     places = np.empty(len(order), np.float32)
     places[np.argsort(time[order], kind="stable")] = np.linspace(0, 1, len(order), dtype=np.float32)
     log = hold_out(name, counts, items.astype(np.int32), places, held_out=held_out, seed=seed)
@@ -229,7 +229,7 @@ def hold_out(
     held_out: int = HELD_OUT,
     seed: int = 0,
 ) -> Log:
-    """A log with users held out by the seed."""
+    """Make a log, with held-out users drawn by the seed."""
     users = len(counts)
     out = min(held_out, users // 5)
     if out < 1:
@@ -254,12 +254,12 @@ def check_held_out(
     seen: Bool[np.ndarray, " catalogue"],
     *halves: Int[np.ndarray, " b"],
 ) -> None:
-    """Refuse held-out users of whom nothing can be learned, or who cannot be tested.
+    """Raise if held-out users share no item with training users, or have no truth.
 
     Args:
-        name: of the log.
+        name: the name of the log.
         starts: where the clicks of each user begin.
-        items: of all clicks.
+        items: the items of all clicks.
         seen: which items training users have clicked.
         halves: the users for validation and for the test.
     """
@@ -278,7 +278,7 @@ def check_held_out(
 
 
 def describe_empty(name: str, rows: int, min_rating: float, min_items: int, *, rated: bool) -> str:
-    """Why a log has no users, and what to do."""
+    """The error message for a log without valid users."""
     text, lower = (f" rated {min_rating:g} or more", " or min_rating") if rated else ("", "")
     return (
         f"{name} has no valid users: none has {min_items} items{text} in {rows:,} rows; "
@@ -300,20 +300,20 @@ def click_log(
     words: int = 0,
     seed: int = 0,
 ) -> Log:
-    """A log made up of taste, popularity and drift.
+    """Generate a log from taste, popularity and drift.
 
-    The items lie on a ring, each over an arc as long as it is popular. A user has a few tastes,
-    points of the ring; a click falls near one of them, or anywhere. With the drift items wander, so
-    that what was alike is so no longer. A query's words name the stretches its tastes are in.
+    The items lie on a ring, each on an arc whose length is its popularity. A user has a few tastes,
+    which are points of the ring; a click falls near one of them, or anywhere. With drift, items
+    move along the ring, so that similar items become dissimilar. The words of a query name the
+    sections of the ring that its tastes are in.
 
     Args:
-        users: each of at least 10 clicks.
-        items: in the catalogue, popular by a power law.
-        clicks: of all users.
-        drift: how far along the ring items wander over the log's time, as part of the ring.
-        words: that users have to say what they look for, as in search, each for a stretch of the
-            ring; 0 for none.
-        seed: of everything.
+        users: users, of at least 10 clicks each.
+        items: items in the catalogue, with popularities by a power law.
+        clicks: clicks of all users.
+        drift: how far items move over the time of the log, as a share of the ring.
+        words: the vocabulary of queries, one word for each section of the ring; 0 for no queries.
+        seed: the seed of all random draws.
     """
     for name, number, least in (("users", users, 10), ("items", items, 2), ("clicks", clicks, 1)):
         check_whole(name, number, least)
@@ -337,17 +337,16 @@ def click_log(
 def click_pieces(
     users: int, items: int, clicks: int, *, piece: int = 50_000, seed: int = 0
 ) -> Iterator[tuple[Int[np.ndarray, " piece"], Int[np.ndarray, " clicks"]]]:
-    """A built-in log without drift that is never whole in memory, some users at a time.
+    """Generate a built-in log without drift in pieces, so that it need not fit in memory.
 
-    Gives the number of clicks of each user, and the items of all of them one user after another, in
-    order of time.
+    Yields the number of clicks of each user, and their items, user by user and in order of time.
 
     Args:
-        users: as of `click_log`, as all that follow.
-        items: in the catalogue.
-        clicks: of all users.
-        piece: how many users at a time.
-        seed: of everything.
+        users: users, as in `click_log`.
+        items: items in the catalogue.
+        clicks: clicks of all users.
+        piece: users in a piece.
+        seed: the seed of all random draws.
     """
     for name, number in (("users", users), ("items", items), ("piece", piece)):
         check_whole(name, number, 1)
@@ -373,12 +372,12 @@ def _check_clicks(clicks: int, users: int) -> None:
 def _draw_clicks(
     users: int, items: int, clicks: int, rng: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """How many clicks each user has, their times, the users' tastes, and where clicks fall."""
+    """The number of clicks of each user, their times, the users' tastes, and points of clicks."""
     shares = rng.lognormal(0, 1, users)
     counts = MIN_ITEMS + rng.multinomial(clicks - MIN_ITEMS * users, shares / shares.sum())
     starts = np.cumsum(counts) - counts
     user = np.repeat(np.arange(users), counts)
-    # One click in each part of a user's time: in order without a sort.
+    # One click in each interval of a user's time, so that they are sorted.
     times = (np.arange(clicks) - starts[user] + rng.random(clicks)) / counts[user]
     tastes = rng.random((users, TASTES))
     at = tastes[user, rng.choice(TASTES, clicks, p=SHARES)]
@@ -389,32 +388,32 @@ def _draw_clicks(
 
 
 class _Ring:
-    """Items on a ring, each over an arc as long as it is popular."""
+    """Items on a ring, each on an arc whose length is its popularity."""
 
     def __init__(self, items: int, drift: float, rng: np.random.Generator) -> None:
         self.popularity = (rng.permutation(items) + 10.0) ** -0.8
         self.places, self.speed = rng.random(items), rng.uniform(-drift, drift, items)
         self.drift = drift
-        # Of the stretch of time that was asked for last.
+        # The arcs of the latest epoch.
         self.known: tuple[int, Any, Any] = (-1, None, None)
 
     def find(self, at: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.int32]:
-        """The items whose arcs the points are in, at their times."""
+        """The items whose arcs hold these points at these times."""
         clicked = np.empty(len(at), np.int32)
         epoch = np.zeros(len(at), np.int64)
         if self.drift:
             epoch = (times * EPOCHS).astype(np.int64)
         for number in np.unique(epoch):
-            order, ends = self._arcs(int(number))
+            order, ends = self._find_arcs(int(number))
             here = np.flatnonzero(epoch == number)
-            # In order, so that places near one another are looked up one after another.
+            # Sorted, so that the lookups of neighbouring points share caches.
             here = here[np.argsort(at[here])]
             found = np.searchsorted(ends, at[here] * ends[-1], side="right")
             clicked[here] = order[np.minimum(found, len(order) - 1)]
         return clicked
 
-    def _arcs(self, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """The items in their order, and where the arc of each ends."""
+    def _find_arcs(self, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """The items in order, and where the arc of each ends."""
         if self.known[0] != epoch:
             order = np.argsort((self.places + self.speed * epoch / EPOCHS) % 1).astype(np.int32)
             self.known = (epoch, order, np.cumsum(self.popularity[order]))

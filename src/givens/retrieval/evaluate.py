@@ -1,7 +1,7 @@
-"""What held-out users find: precision, recall and NDCG of the index, and of exact search beside it.
+"""Precision, recall and NDCG of held-out users, by the index and by exact search.
 
-Items that a user has seen are not recommended. A ranking of the index must be that of exact search
-among the decoded items: the same scores, place by place.
+Items that a user has seen are not recommended. The scores of an index must be those of exact search
+among the decoded items, position by position.
 """
 
 import math
@@ -22,20 +22,20 @@ from givens.retrieval.trainer import check_finite
 from givens.rotation import orthogonality_error
 
 KS = (10, 50, 100)
-# recall@100 chooses the best step; in a small catalogue recall of a fifth of it, since every step
-# finds everything among all items.
+# recall@100 chooses the best step; in a small catalogue k is a fifth of it, since recall among all
+# items is always 1.
 K, PART = 100, 5
-# Scores held at once.
+# Scores in memory at once.
 BUFFER = 1 << 26
-# Two float32 sums of a unit vector's products, added up in different orders, are this near.
+# The largest difference between float32 inner products of unit vectors, by order of summation.
 CLOSE = 1e-4
-# Two squared errors that rounding alone sets apart.
+# The largest difference between squared errors that is due to rounding.
 TIE = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """Items for each user, the best first; −1 where there are no more."""
+    """Items for each user, best first, padded with −1."""
 
     items: Int[Tensor, "b k"]
     scores: Float[Tensor, "b k"]
@@ -50,9 +50,9 @@ def search_exact(
     first: int = 0,
     catalogue: int | None = None,
 ) -> Ranking:
-    """The k items of the largest inner product that a user has not seen.
+    """For each user, the k unseen items with the largest inner products.
 
-    The items may be a part of a catalogue, which begins at `first`.
+    The items may be part of a catalogue, from item number `first` on.
     """
     m, seen = len(items), held.seen
     if catalogue is not None and m < catalogue:
@@ -83,9 +83,9 @@ def search(
     first: int = 0,
     catalogue: int | None = None,
 ) -> Ranking:
-    """The k best unseen items of a Faiss index, all of its lists searched.
+    """For each user, the k best unseen items by a Faiss index, of which all lists are searched.
 
-    The index may be of a part of a catalogue, which begins at `first`.
+    The index may hold part of a catalogue, from item number `first` on.
     """
     from givens.export.faiss import inverted
 
@@ -93,7 +93,7 @@ def search(
         lists.nprobe = lists.nlist
     here, device = index.ntotal, users.device
     m = here if catalogue is None else catalogue
-    # Enough that k are left when those that were seen are taken out.
+    # Enough that k remain after seen items are dropped.
     most = int(torch.bincount(held.seen // m, minlength=1).max()) if len(held.seen) else 0
     scores, found = index.search(users.detach().cpu().numpy(), min(k + most, here))
     items = torch.from_numpy(found).to(device)
@@ -103,9 +103,9 @@ def search(
 
 
 def merge(rankings: list[Ranking], k: int) -> Ranking:
-    """The k best of rankings of parts of a catalogue, and of those of all ranks."""
+    """The k best items among rankings of parts of a catalogue, on all ranks."""
     best = _merge(rankings, k)
-    if distributed.alone():
+    if distributed.is_alone():
         return best
     # A rank may have fewer items than others.
     short = k - best.items.shape[1]
@@ -130,7 +130,7 @@ def _merge(rankings: list[Ranking], k: int) -> Ranking:
 
 
 def drop_seen(answers: Ranking, held: HeldOut, catalogue: int, k: int) -> Ranking:
-    """The first k of an index's answers, without the items that users have seen."""
+    """The first k answers of an index that users have not seen."""
     items = answers.items
     who = torch.arange(len(items), device=items.device)[:, None]
     drop = torch.isin(who * catalogue + items, held.seen) | (items < 0)
@@ -145,13 +145,13 @@ def drop_seen(answers: Ranking, held: HeldOut, catalogue: int, k: int) -> Rankin
 def decode_as_indexed(
     index: Any, items: Float[Tensor, "m n"], decoded: Float[Tensor, "m n"], first: int = 0
 ) -> Float[Tensor, "m n"]:
-    """Decoded items as the index holds them from its place `first` on.
+    """Decoded items as the index holds them, from its position `first` on.
 
-    Where two codewords are equally near within rounding, Faiss may have taken the other one. A
-    codeword that is farther away is an error.
+    Between two codewords at the same distance, Faiss may choose the other one. Choosing a codeword
+    that is farther away is an error.
     """
     served = torch.from_numpy(index.reconstruct_n(first, len(items))).to(items.device)
-    # Here and below written so that NaN is refused.
+    # Here and below, the comparison is false for NaN.
     other = ~((served - decoded).abs().amax(1) <= CLOSE)
     ours, theirs = (
         (items[other] - vectors[other]).square().sum(1) for vectors in (decoded, served)
@@ -162,13 +162,13 @@ def decode_as_indexed(
 
 
 def sum_errors(items: Float[Tensor, "m n"], decoded: Float[Tensor, "m n"]) -> float:
-    """The squared L2 errors of items."""
-    # By column first: a whole sum is cut up among as many threads as there are.
+    """The sum of the squared L2 errors of items."""
+    # By column first: the order of a full reduction depends on the number of threads.
     return float((items - decoded).square().sum(0, dtype=torch.float64).sum())
 
 
 def mean_error(errors: list[float], catalogue: int) -> float:
-    """The distortion of a catalogue: the mean of the errors that ranks have summed."""
+    """The distortion of a catalogue, from the summed errors of all ranks."""
     return math.fsum(distributed.from_all(lambda: math.fsum(errors))) / catalogue
 
 
@@ -185,9 +185,9 @@ def hash_codes(codes: Codes) -> Int[Tensor, " N"]:
 
 
 def count_distinct(hashes: list[Int[Tensor, " m"]]) -> int:
-    """The number of different hashes on all ranks."""
+    """The number of distinct hashes on all ranks."""
     mine = torch.unique(torch.cat(hashes))
-    # Equal ones meet on one rank.
+    # Equal hashes are sent to the same rank.
     owner = mine % distributed.count()
     sent = torch.bincount(owner, minlength=distributed.count())
     ones = [1] * len(sent)
@@ -199,7 +199,7 @@ def count_distinct(hashes: list[Int[Tensor, " m"]]) -> int:
 def compute_metrics(
     found: Int[Tensor, "b k"], held: HeldOut, catalogue: int, ks: tuple[int, ...] = KS
 ) -> dict[str, float]:
-    """precision@k, recall@k and NDCG@k, the means over users that have a truth."""
+    """precision@k, recall@k and NDCG@k, averaged over users with a truth."""
     who = torch.arange(len(found), device=found.device)[:, None]
     counted = held.sizes > 0
     hits = (torch.isin(who * catalogue + found, held.truth) & (found >= 0))[counted].double()
@@ -216,11 +216,11 @@ def compute_metrics(
 
 
 def check_agreement(index: Ranking, decoded: Ranking) -> float:
-    """The largest difference between scores of index and exact search; refused if above CLOSE."""
+    """The largest difference between the scores of index and exact search; raises above CLOSE."""
     there = decoded.scores.isfinite()
     gap = (index.scores - decoded.scores)[there].abs()
     worst = float(gap.max()) if len(gap) else 0.0
-    # Written so that NaN is refused too.
+    # Not `worst > CLOSE`, which is false for NaN.
     if not worst <= CLOSE:
         raise ValueError(
             f"the index does not rank as the model scores: scores differ by {worst:.1e} > {CLOSE:g}"
@@ -237,12 +237,12 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(self, losses: list[Tensor]) -> Row:
-        """Add a row of what the validation users find, and keep the parts if they did best.
+        """Measure the validation users, add a row, and keep the parts if recall is the best so far.
 
-        Each rank searches its part of the items; what the first makes of it decides for all.
+        Each rank searches its part of the items; the row of the first rank counts for all.
 
         Args:
-            losses: of the steps since the last evaluation.
+            losses: the losses of the steps since the last evaluation.
         """
         state = self.state
         measured = self.measure(losses)
@@ -254,7 +254,7 @@ class Evaluator:
         return row
 
     def measure(self, losses: list[Tensor]) -> Row:
-        """Mean losses, recall of the validation users and, in the joint phase, of the index."""
+        """The row of mean losses, validation recall and, in the joint phase, the index."""
         state = self.state
         row: Row = {"step": state.step, "phase": "joint" if state.joint else "towers"}
         if losses:
@@ -263,7 +263,7 @@ class Evaluator:
             row["loss"] = retrieval + state.config.weight * distortion
             row["retrieval"] = retrieval
         q = state.quantizer if state.joint else None
-        recalls, distortion = self.recall(q)
+        recalls, distortion = self.measure_recall(q)
         row["recall_full"], row["recall"] = recalls[0], recalls[-1]
         if state.joint:
             row["distortion"] = distortion
@@ -271,14 +271,15 @@ class Evaluator:
             row["perplexity"] = float(state.layer.perplexity.mean())
             row["dead"] = int(state.layer.dead.sum())
             R = state.layer.rotation.matrix
-            # Root mean square over the axes, of all steps since the last evaluation.
+            # The root mean square over axes, of the turn since the last evaluation.
             row["angle"] = float((R - state.marked).norm()) / math.sqrt(len(R))
         return row
 
-    def recall(self, q: Quantizer | None) -> tuple[list[float], float]:
-        """recall@100 of the validation users by exact search, or of fewer in a small catalogue.
+    def measure_recall(self, q: Quantizer | None) -> tuple[list[float], float]:
+        """Validation recall by exact search, and the distortion.
 
-        Among items as they are and, with a quantizer, as it decodes them; and its distortion.
+        Recall is at 100, or at a smaller k in a small catalogue: among the item embeddings and,
+        given a quantizer, also among the decoded ones.
         """
         m = self.state.log.catalogue
         k = min(K, max(1, m // PART))
@@ -298,7 +299,7 @@ class Evaluator:
         return recalls, mean_error(errors, m)
 
     def encode(self, q: Quantizer, items: Float[Tensor, "m n"] | Part, first: int) -> Codes:
-        """The codes of items from number `first` on: those that training keeps fixed, if any."""
+        """The codes of items from number `first` on; the fixed codes if there are any."""
         fixed, rows = self.state.codes, slice(first, first + len(items))
         if fixed is None:
             return q.encode(items)
@@ -306,9 +307,9 @@ class Evaluator:
 
     @torch.no_grad()
     def test(self, quantizer: Quantizer) -> tuple[Any, dict[str, Any]]:
-        """The index of this rank's items, and what test users find in those of all ranks.
+        """The index of this rank's items, and the results of the test users on all ranks.
 
-        In the index, among decoded items, in full precision, and by popularity alone.
+        They search the index, the decoded items, the items in full precision, and by popularity.
         """
         from givens.export.faiss import to_faiss
 
@@ -346,7 +347,7 @@ class Evaluator:
         }
         results["agreement"] = check_agreement(rankings["index"], rankings["decoded"])
         results["distortion"] = mean_error(errors, m)
-        # Items that share a code are the same to the index.
+        # The index cannot tell items apart that share a code.
         results["distinct"] = count_distinct(hashes) / m
         results["best_step"] = state.best.step
         return index, results

@@ -1,9 +1,8 @@
-"""Puts the rows of each user together: a sort of a log that does not fit in memory.
+"""An external sort by user, for logs that do not fit in memory.
 
-Rows are dealt into buckets by a hash of their users, a round of them at a time; each round is a
-file with a batch for each bucket. Then each bucket is gathered, sorted by user and time, and
-written as a Parquet file whose row groups end where a user does. What is done of a sort that is
-stopped is kept for the next one.
+Rows are dealt into buckets by a hash of their users, one round at a time; each round is a file with
+a batch for each bucket. Then each bucket is gathered, sorted by user and time, and written as a
+Parquet file that splits no user between row groups. A sort that was stopped is resumed.
 """
 
 import hashlib
@@ -20,28 +19,28 @@ from givens.retrieval.parquet import GROUP, WHAT, Source, make_keys, make_number
 from givens.retrieval.survey import hash_items
 from givens.storage import files
 
-# Of the run's folder.
+# The folder of the sorted log in a run's folder.
 FOLDER = "log"
-# Rows of a round, and of a bucket, about.
+# About this many rows are in a round, and in a bucket.
 ROUND, BUCKET = 4_000_000, 2_000_000
 
 
 def group_users(
     source: Source, folder: Path, stamps: Any, progress: Callable[[int, int], object]
 ) -> Source:
-    """Write a log into a folder, user by user.
+    """Write a log into a folder, sorted by user.
 
     Args:
         source: the log.
-        folder: for its files, in the place of older ones.
-        stamps: what changes when a file of the log does.
-        progress: called with the rows so far, each counted twice, and of how many.
+        folder: the folder of its files, which replace older ones.
+        stamps: a value that changes when a file of the log changes.
+        progress: called with the rows done and their total, each row counted twice.
     """
     total = int(source.groups[:, 2].sum())
     buckets = -(-total // BUCKET)
     mark = hashlib.sha256(json.dumps([stamps, ROUND, BUCKET, GROUP]).encode()).hexdigest()[:16]
     work = folder.with_name(f"{folder.name}.{mark}.parts")
-    # Of another log, or of this one before it changed.
+    # Parts of another log, or of this one before it changed.
     for other in folder.parent.glob(f"{folder.name}.{'?' * len(mark)}.parts"):
         if other != work:
             shutil.rmtree(other)
@@ -67,14 +66,14 @@ def group_users(
 
 
 def _deal_rounds(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Row groups, some at a time."""
+    """The numbers of the row groups of each round."""
     number = (np.cumsum(rows) - rows) // ROUND
     for one in np.unique(number):
         yield np.flatnonzero(number == one)
 
 
 def _write_round(source: Source, groups: NDArray[np.int64], buckets: int, path: Path) -> None:
-    """Write the rows of row groups, a batch for each bucket."""
+    """Write the rows of row groups, with one batch for each bucket."""
     import pyarrow as pa
 
     table = pa.concat_tables([pa.table(source.read_columns(int(group))) for group in groups])
@@ -85,13 +84,13 @@ def _write_round(source: Source, groups: NDArray[np.int64], buckets: int, path: 
     ends = np.cumsum(np.bincount(bucket, minlength=buckets))
     with files.replacing(path) as temporary, pa.ipc.new_file(str(temporary), table.schema) as file:
         for first, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
-            # An empty slice would be no batch.
+            # An empty slice has no batches.
             batches = table.slice(first, end - first).to_batches()
             file.write_batch(batches[0] if batches else table.schema.empty_table().to_batches()[0])
 
 
 def _write_bucket(rounds: list[Path], bucket: int, path: Path) -> None:
-    """Write a bucket by user and time."""
+    """Write a bucket, sorted by user and time."""
     import pyarrow as pa
 
     batches = []

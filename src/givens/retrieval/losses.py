@@ -1,7 +1,7 @@
 """Retrieval losses over candidates that a batch shares.
 
-s_bc = ⟨user b, candidate c⟩, a cosine in full precision; t_b the column of the target of row b.
-Among ranks, which have as many rows each, a loss is this one's share of the mean over all rows.
+s_bc = ⟨user b, candidate c⟩, a cosine in full precision; t_b is the column of the target of row b.
+Ranks have equal numbers of rows; a loss is this rank's share of the mean over all rows.
 """
 
 import torch
@@ -21,18 +21,18 @@ def softmax_loss(
     log_q: Float[Tensor, " c"] | None = None,
     same: Bool[Tensor, "b c"] | None = None,
 ) -> Float[Tensor, ""]:
-    """−log of the target's share in Σ_c exp(s_bc/τ − log q_c), the mean over rows.
+    """−log of the target's share in Σ_c exp(s_bc/τ − log q_c), averaged over rows.
 
     Args:
-        users: of the rows.
+        users: the user of each row.
         items: the candidates.
-        target: the column of the target.
+        target: the column of each row's target.
         temperature: τ.
-        log_q: log of how often each candidate is drawn: popular items come often, and would be
-            pushed away for it.
-        same: where a candidate is the row's target; once more, it does not count against it.
+        log_q: log of the expected count of each candidate, which corrects for the frequent draws of
+            popular items.
+        same: where a candidate is the row's target; its duplicates do not count as negatives.
     """
-    # Divided where it is small.
+    # The users are the smaller factor.
     logits = (users / temperature) @ items.mT
     if log_q is not None:
         logits = logits - log_q
@@ -51,7 +51,7 @@ def hinge_loss(
     margin: float = 0.1,
     same: Bool[Tensor, "b c"] | None = None,
 ) -> Float[Tensor, ""]:
-    """max(0, margin − s_bt + s_bc) over candidates c other than the target, the mean of all."""
+    """The mean of max(0, margin − s_bt + s_bc) over all candidates c that are not the target."""
     scores = users @ items.mT
     loss = functional.relu(margin - scores.gather(1, target[:, None]) + scores)
     if same is None:

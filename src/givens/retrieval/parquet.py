@@ -1,9 +1,9 @@
 """Logs in Parquet files, a row group at a time.
 
-The columns are those of `readers.COLUMNS`: a row for each click (user, item[, rating][, time]), or
-for each user, with a list of items and, if there are any, lists of ratings and times as long. Users
-and items are whole numbers or text. Here they are keys of 64 bits: a number is its own key, a text
-has a hash. Of 20 million names, two have one key with a probability of 10⁻⁵.
+The columns are those of `readers.COLUMNS`, with a row for each click (user, item[, rating][, time])
+or for each user, with a list of items and optional lists of ratings and times of the same length.
+Users and items are whole numbers or text, and become 64-bit keys: a number is its own key, text is
+hashed. Among 20 million names, the probability of a collision is 10⁻⁵.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from givens.storage import files
 from givens.storage.formats import reading
 
 WHAT = tuple(names[0] for names in COLUMNS)
-# Rows of a group that `write_clicks` writes, about.
+# About this many rows are in a row group that `write_clicks` writes.
 GROUP = 250_000
 
 
@@ -36,7 +36,7 @@ class Clicks:
     rating: Num[np.ndarray, " rows"] | None
     time: Num[np.ndarray, " rows"] | None
     texts: tuple[NDArray[np.int64], Any] | None = None
-    """Where items are text: the keys of the different ones, and the texts, as Arrow has them."""
+    """For text items: the keys of the distinct items, and their texts as an Arrow array."""
 
     def __len__(self) -> int:
         return len(self.user)
@@ -45,8 +45,8 @@ class Clicks:
         rating, time = (None if x is None else x[rows] for x in (self.rating, self.time))
         return Clicks(self.user[rows], self.item[rows], rating, time, self.texts)
 
-    def with_own_texts(self) -> "Clicks":
-        """The same rows, with the texts of their items alone."""
+    def drop_other_texts(self) -> "Clicks":
+        """The same rows, with only the texts of their own items."""
         if self.texts is None:
             return self
         keys, texts = self.texts
@@ -55,7 +55,7 @@ class Clicks:
 
 
 def join(parts: list[Clicks]) -> Clicks:
-    """Rows one after another."""
+    """Concatenate rows."""
     if len(parts) == 1:
         return parts[0]
     user, item = (np.concatenate([getattr(part, what) for part in parts]) for what in WHAT[:2])
@@ -75,7 +75,7 @@ def join(parts: list[Clicks]) -> Clicks:
 
 
 def list_files(path: Path) -> list[Path]:
-    """The Parquet files of a folder and of its partitions (day=1), by name; a file is its own."""
+    """The Parquet files of a folder and its partitions (day=1) by name; or the file itself."""
     if path.is_file():
         return [path]
     found = []
@@ -88,17 +88,17 @@ def list_files(path: Path) -> list[Path]:
 
 
 class Source:
-    """The Parquet files of a log, and their row groups that have rows."""
+    """The Parquet files of a log, and their row groups that are not empty."""
 
     def __init__(self, path: Path, title: str | None = None) -> None:
-        """Open all files once, for their columns and row groups; `title` is for messages."""
+        """Read the columns and row groups of all files; `title` is for messages."""
         self.path, self.title = path, title or path.name
         self.files = list_files(path)
         if not self.files:
             raise ValueError(f"{path} has no files that end in {PARQUET}")
         self.columns: dict[str, str] = {}
         self.kinds: dict[str, str] = {}
-        # The file that was opened last. Its reader is not for two threads at a time.
+        # The latest open file. Its reader is not thread-safe.
         self._last: tuple[int, Any] = (-1, None)
         self._lock = threading.Lock()
         groups = []
@@ -108,10 +108,10 @@ class Source:
             about = opened.metadata
             sizes = [about.row_group(group).num_rows for group in range(about.num_row_groups)]
             if min(sizes, default=0) < 0 or sum(sizes) != about.num_rows:
-                raise ValueError(f"{file} is damaged: its groups have not as many rows as it says")
+                raise ValueError(f"{file} is damaged: the rows of its groups do not add up")
             groups += [(number, group, size) for group, size in enumerate(sizes) if size]
         self.groups = np.array(groups, np.int64).reshape(-1, 3)
-        """Of each: the number of its file, its own in there, and how many rows it has."""
+        """For each group: the number of its file, its number in the file, and its rows."""
         if not len(groups):
             raise ValueError(f"{path} has no rows")
 
@@ -119,11 +119,11 @@ class Source:
         return len(self.groups)
 
     def name(self, group: int) -> str:
-        """A group, for messages."""
+        """The name of a group, for messages."""
         return f"{self.files[self.groups[group, 0]]}, row group {self.groups[group, 1]}"
 
     def read(self, group: int, rows: int | None = None) -> Clicks:
-        """The clicks of a group, or of its first rows."""
+        """Read the clicks of a group, or of its first rows."""
         found = self.read_columns(group, rows)
         try:
             user, _ = make_keys(found["user"])
@@ -142,7 +142,7 @@ class Source:
         return Clicks(user, item, amounts[0], amounts[1], texts)
 
     def read_columns(self, group: int, rows: int | None = None) -> dict[str, Any]:
-        """The columns of a group, or of its first rows, by what they are; a row for each click."""
+        """Read the columns of a group, or of its first rows, by meaning; a row for each click."""
         import pyarrow as pa
 
         number, inside, size = map(int, self.groups[group])
@@ -153,14 +153,14 @@ class Source:
                 if rows is None or rows >= size:
                     table = opened.read_row_group(inside, columns=wanted)
                 else:
-                    # Of a group only what is asked for is decoded.
+                    # Decodes no more than these rows.
                     batches = opened.iter_batches(rows, [inside], wanted)
                     table = pa.Table.from_batches([next(iter(batches))])
                 found = {
                     what: table.column(name).combine_chunks() for what, name in self.columns.items()
                 }
         if len(table) != min(rows or size, size):
-            raise ValueError(f"{file} is damaged: group {inside} has not {size:,} rows")
+            raise ValueError(f"{file} is damaged: group {inside} does not have {size:,} rows")
         for what, column in found.items():
             self._check_nulls(group, what, column)
         return self._flatten(group, found) if self.kinds["item"].startswith("list") else found
@@ -179,12 +179,12 @@ class Source:
             if not file.stat().st_size:
                 raise ValueError(f"{file} is empty")
             with reading(file, "is not a parquet file, or is truncated"):
-                # Checked where the writer has left checksums.
+                # Checksums are verified if the file has them.
                 self._last = (number, pq.ParquetFile(file, page_checksum_verification=True))
         return self._last[1]
 
     def _check_columns(self, file: Path, schema: Any) -> None:
-        """Find the columns in the first file; the others must have the same."""
+        """Find the columns of the first file, or check that another file has the same."""
         named = {name.lower(): name for name in reversed(schema.names)}
         columns = {
             what: next(named[name] for name in names if name in named)
@@ -197,7 +197,9 @@ class Source:
                     f"{file} has no column of the {what}s ({', '.join(names)}), "
                     f"but {', '.join(schema.names)}"
                 )
-        kinds = {what: _kind(file, what, schema.field(name).type) for what, name in columns.items()}
+        kinds = {
+            what: _check_kind(file, what, schema.field(name).type) for what, name in columns.items()
+        }
         lists = {what for what, kind in kinds.items() if kind.startswith("list")}
         if "user" in lists or lists not in (set(), set(kinds) - {"user"}):
             raise ValueError(
@@ -224,7 +226,7 @@ class Source:
             )
 
     def _flatten(self, group: int, found: dict[str, Any]) -> dict[str, Any]:
-        """A row for each click, where there was one for each user."""
+        """Turn rows for users into rows for clicks."""
         import pyarrow.compute as pc
 
         lengths = {what: pc.list_value_length(found[what]) for what in found if what != "user"}
@@ -238,14 +240,14 @@ class Source:
         return {**flat, "user": found["user"].take(user)}
 
 
-def _kind(file: Path, what: str, kind: Any) -> str:
-    """What the values of a column are; refused if they cannot be what they are said to be."""
+def _check_kind(file: Path, what: str, kind: Any) -> str:
+    """The kind of the values of a column, in words; raises if `what` cannot have it."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return f"lists of {_kind(file, what, kind.value_type)}"
+        return f"lists of {_check_kind(file, what, kind.value_type)}"
     if pa.types.is_integer(kind):
         return "whole numbers"
     if what in ("user", "item"):
@@ -262,16 +264,16 @@ def _kind(file: Path, what: str, kind: Any) -> str:
 
 
 def make_keys(column: Any) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], Any] | None]:
-    """The key of each row, and the keys and texts of the different ones, where they are text."""
+    """The key of each row and, for text, the keys and texts of the distinct values."""
     import pyarrow as pa
 
     kind = column.type
     if not pa.types.is_dictionary(kind):
         if pa.types.is_integer(kind):
-            return _own(column.cast(pa.int64())), None
+            return _make_writable(column.cast(pa.int64())), None
         column = column.dictionary_encode()
     elif pa.types.is_integer(kind.value_type):
-        return _own(column.cast(kind.value_type).cast(pa.int64())), None
+        return _make_writable(column.cast(kind.value_type).cast(pa.int64())), None
     texts = column.dictionary.cast(pa.large_string())
     keys = np.empty(len(texts), np.int64)
     _, ends, text = texts.buffers()
@@ -279,11 +281,11 @@ def make_keys(column: Any) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], 
         ends = np.frombuffer(ends, np.int64)[texts.offset : texts.offset + len(texts) + 1]
         text = np.frombuffer(text or b"\0", np.uint8)
         hash_texts(ends.copy(), text.copy(), keys)
-    return keys[_own(column.indices.cast(pa.int64()))], (keys, texts)
+    return keys[_make_writable(column.indices.cast(pa.int64()))], (keys, texts)
 
 
 def make_numbers(column: Any) -> NDArray[Any]:
-    """Ratings or times; a date or a time of day as the whole number that Arrow has for it."""
+    """Ratings or times as numbers; dates and timestamps as the integers of Arrow."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
@@ -292,21 +294,21 @@ def make_numbers(column: Any) -> NDArray[Any]:
         column = column.cast(pa.int32())
     if not pa.types.is_floating(column.type):
         column = column.cast(pa.int64())
-    return _own(column)
+    return _make_writable(column)
 
 
-def _own(column: Any) -> NDArray[Any]:
-    """An array that may be written, as the compiled loops expect."""
+def _make_writable(column: Any) -> NDArray[Any]:
+    """A writable array, as the compiled loops expect."""
     array: NDArray[Any] = column.to_numpy(zero_copy_only=False)
     return array if array.flags.writeable else array.copy()
 
 
 def write_groups(path: Path, table: Any, user: NDArray[np.int64]) -> None:
-    """Write a table as a file whose row groups end where a user does."""
+    """Write a table as a file that splits no user between row groups."""
     import pyarrow.parquet as pq
 
     ends = np.append(np.flatnonzero(np.diff(user)) + 1, len(user))
-    # Users that go together: those that end in one stretch of rows.
+    # A group has the users whose rows end in the same interval of GROUP rows.
     cuts = ends[np.append(np.diff(ends // GROUP) > 0, True)]
     with files.replacing(path) as temporary, pq.ParquetWriter(temporary, table.schema) as writer:
         for first, end in zip([0, *cuts[:-1].tolist()], cuts.tolist(), strict=True):
@@ -319,12 +321,12 @@ def write_clicks(
     """Write a built-in log into a folder of Parquet files, in pieces that fit in memory.
 
     Args:
-        folder: for the files, made unless it is there.
-        users: as of `click_log`, as all that follow.
-        items: in the catalogue.
-        clicks: of all users.
-        file: clicks of a file, about.
-        seed: of everything.
+        folder: the folder of the files, created if necessary.
+        users: users, as in `click_log`.
+        items: items in the catalogue.
+        clicks: clicks of all users.
+        file: the approximate number of clicks in a file.
+        seed: the seed of all random draws.
     """
     import pyarrow as pa
 

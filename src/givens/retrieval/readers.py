@@ -1,4 +1,4 @@
-"""Logs from files, in the layouts that they are handed out in.
+"""Readers of logs, in the layouts of public datasets.
 
 | layout | files |
 |---|---|
@@ -10,8 +10,8 @@
 [[rating] time]; or user item item … |
 | Parquet | a file or a folder of them, streamed: `streamed` |
 
-Rows are parsed by hand: pyarrow's CSV reader is faster, but an optional extra, which knows neither
-`::` nor lines of different lengths, and plain logs should need no extra.
+Text is parsed without pyarrow: its CSV reader is faster, but it is an optional dependency and reads
+neither `::` nor lines of different lengths.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from givens.checks import check_seed, check_whole
 from givens.retrieval.data import HELD_OUT, MIN_ITEMS, MIN_RATING, Log, split
 
 REVIEW = ("reviewerID", "asin", "overall", "unixReviewTime")
-# What a header may call its columns, in the order user, item, rating, time.
+# The names of columns in a header, in the order user, item, rating, time.
 COLUMNS = (
     ("user", "userid", "user_id", "reviewerid"),
     ("item", "itemid", "item_id", "movieid", "asin"),
     ("rating", "overall"),
     ("time", "timestamp", "unixreviewtime"),
 )
-# Where they are in rows of so many columns without a header.
+# Their positions in files without a header, by the number of columns.
 LAYOUTS: dict[int, list[int | None]] = {
     2: [0, 1, None, None],
     3: [0, 1, None, 2],
@@ -48,7 +48,7 @@ PARQUET = ".parquet"
 PLAIN = (".txt", ".tsv", ".csv", ".inter")
 
 Table = list[NDArray[Any] | None]
-"""Users, items, ratings and times; the last two may be missing."""
+"""Users, items, ratings and times; the last two may be None."""
 
 
 def read(
@@ -60,15 +60,15 @@ def read(
     seed: int = 0,
     **streaming: Any,
 ) -> Log:
-    """Read the log in a folder or file, whose layout follows from its names and first line.
+    """Read the log in a folder or file; the layout is recognised by names and the first line.
 
     Args:
         path: the folder or file.
         min_rating: rows with lower ratings are left out; without ratings every row counts.
         min_items: users with fewer rows than this are left out.
-        held_out: users for validation, and as many for the test; a fifth where there are few.
-        seed: of the draw of held-out users.
-        streaming: of Parquet files, which stay where they are: the other arguments of
+        held_out: users for validation, and as many for the test; a fifth if there are few.
+        seed: the seed of the draw of held-out users.
+        streaming: for Parquet files, which are streamed: the other arguments of
             `streamed.read_streamed`.
     """
     check_whole("held_out", held_out, 1)
@@ -110,7 +110,7 @@ def read(
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a log is in Parquet files: also in those of a folder's partitions, as day=1."""
+    """Whether a log is a Parquet file, or a folder with such files or partitions (day=1)."""
     if path.is_file():
         return path.suffix == PARQUET
     known = [path / name for name in ("ratings.dat", "ratings.csv", "train.txt")]
@@ -179,7 +179,7 @@ def _read_plain(path: Path) -> Table:
 
 
 def _read_named(path: Path, fields: list[str], between: str | None) -> Table:
-    """Rows under a header."""
+    """Read rows under a header."""
     at = [next((i for i, f in enumerate(fields) if f in names), None) for names in COLUMNS]
     for what, found in zip(("user", "item"), at, strict=False):
         if found is None:
@@ -196,7 +196,7 @@ def _read_named(path: Path, fields: list[str], between: str | None) -> Table:
 def _parse_numbers(
     path: Path, between: str | None, at: list[int | None], *, skip: int = 0
 ) -> Table:
-    """The columns at these places, users and items whole numbers."""
+    """Parse the columns at these positions; users and items are whole numbers."""
     places = sorted(i for i in at if i is not None)
     kinds = [(f"{i}", np.int64 if i in at[:2] else np.float64) for i in places]
     # Rows have no other columns, unless a header names them.
@@ -205,7 +205,7 @@ def _parse_numbers(
         filled = (line for line in file if line.strip())
         lines = (line.replace("::", "\t") for line in filled) if between == "::" else filled
         with warnings.catch_warnings():
-            # Of a file without rows, of which is told below.
+            # loadtxt warns of files without rows; they raise below.
             warnings.simplefilter("ignore", UserWarning)
             try:
                 rows = np.loadtxt(lines, kinds, None, sign, None, skip, some, ndmin=1)
@@ -219,7 +219,7 @@ def _parse_numbers(
 
 
 def _parse_names(path: Path, between: str | None, skip: int, at: list[int | None]) -> Table:
-    """The same where users or items are names."""
+    """Parse the columns at these positions; users and items are names."""
     with _open_text(path) as file:
         lines = (line for line in file if line.strip())
         split_up = csv.reader(lines, delimiter=between) if between else map(str.split, lines)
@@ -249,7 +249,7 @@ def _parse_names(path: Path, between: str | None, skip: int, at: list[int | None
 
 
 def _read_baskets(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """User item item …, a user in each line."""
+    """Read lines of a user and its items (user item item …)."""
     users: list[NDArray[np.int64]] = []
     items: list[NDArray[np.int64]] = []
     with _open_text(path) as file:
@@ -269,7 +269,7 @@ def _read_baskets(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _read_reviews(path: Path) -> Table:
-    """Amazon's reviews: a JSON object in each line."""
+    """Read Amazon's reviews, a JSON object in each line."""
     texts: list[tuple[Any, ...]] = []
     with _open_text(path) as file:
         for number, line in enumerate(file, 1):
@@ -297,13 +297,13 @@ def _read_reviews(path: Path) -> Table:
 
 
 def _check_name(value: Any) -> str:
-    """A user or item, of one line of text."""
+    """The name of a user or item, which must be one line of text."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError("a name must be a text or a number")
     name = str(value)
     if not name or len(name.splitlines()) > 1:
         raise ValueError("a name must be one line")
-    # What is no Unicode could not be written beside the index.
+    # Raises for text that cannot be written as UTF-8.
     name.encode()
     return name
 
@@ -317,7 +317,7 @@ def _parse_amount(value: Any) -> float:
 
 @contextlib.contextmanager
 def _open_text(path: Path) -> Iterator[TextIO]:
-    """A text, compressed or not, with or without a byte-order mark."""
+    """Open a text file, compressed or not, with or without a byte-order mark."""
     try:
         if path.suffix == ".gz":
             with gzip.open(path, "rt", encoding="utf-8-sig") as file:
@@ -334,7 +334,7 @@ def _open_text(path: Path) -> Iterator[TextIO]:
 
 
 def _check_baskets(path: Path, width: int) -> None:
-    """Refuse rows of one width but for a few: those are broken, and no user's items."""
+    """Raise if nearly all rows have the same width: the others are broken rows, not baskets."""
     with _open_text(path) as file:
         widths = [len(line.split()) for line in file]
     others = [number for number, found in enumerate(widths, 1) if found not in (0, width)]

@@ -1,8 +1,7 @@
-"""Rows of split tables in files: each rank writes its range, and any number of ranks reads them.
+"""Files of the rows of split tables: each rank writes its range, any number of ranks reads them.
 
-A file has its rows in blocks, in a name of its own, and is never written twice. What belongs
-together is said by who names the files, the checkpoint or the towers, with the seal of each: until
-these are replaced, the files that they name stay.
+A file has a unique name, holds its rows in blocks, and is never overwritten. A checkpoint or a file
+of towers names the files that belong to it, with their seals; they stay until it is replaced.
 """
 
 import secrets
@@ -22,40 +21,40 @@ from givens.storage.formats import Safetensors
 from givens.storage.vectors import Joined
 
 KIND, SUFFIX = "rows", ".rows"
-# Rows of a tensor in a file: what reading takes beside the table.
+# Rows of a tensor in a file; reading needs memory for one such block beside the table.
 BLOCK = 1 << 18
 
 Entry = dict[str, Any]
-"""A file as it is named elsewhere: its name, its first row, the one after its last, its seal."""
+"""A reference to a file: its name, its rows from `first` to below `stop`, and its seal."""
 
 
 class RowFiles:
-    """The files of a run's tables in a folder; without one, in a temporary one of each rank."""
+    """The files of a run's tables, in a folder or in a temporary one for each rank."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.given = folder
-        # What the last checkpoint names.
+        # The files that the last checkpoint names.
         self.kept: list[Entry] = []
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """The folder of the files."""
         if self.given is None:
             self.given = Path(tempfile.mkdtemp(prefix="givens-"))
             weakref.finalize(self, shutil.rmtree, self.given, ignore_errors=True)
         return self.given
 
     def save(self, columns: Mapping[str, Tensor], first: int, step: int) -> list[Entry]:
-        """Write this rank's rows of all columns; gives the files of all ranks, or their error."""
+        """Write this rank's rows of all columns; returns the files of all ranks."""
         return distributed.from_all(lambda: self._save(columns, first, step)) if columns else []
 
     def load(self, entries: Iterable[Entry], columns: Mapping[str, Tensor], first: int) -> None:
-        """Fill columns, which begin at that row, from the files that have their rows."""
+        """Fill columns, which begin at row `first`, from files."""
         if columns:
             distributed.from_all(lambda: fill(self.folder, entries, columns, first))
 
     def keep(self, entries: Iterable[Entry]) -> None:
-        """Remove all files but these and those of the last checkpoint."""
+        """Remove all files except these and those of the last checkpoint."""
         names = {entry["name"] for entry in (*entries, *self.kept)}
         if not names:
             return
@@ -81,7 +80,7 @@ class RowFiles:
 def fill(
     folder: Path, entries: Iterable[Entry], columns: Mapping[str, Tensor], first: int = 0
 ) -> None:
-    """Copy rows from files into columns that begin at row `first`; all of them must be there."""
+    """Copy rows from files into columns that begin at row `first`; raises if rows are missing."""
     missing = {name: len(column) for name, column in columns.items()}
     stop = first + max(missing.values())
     for entry in entries:
@@ -99,7 +98,7 @@ def fill(
 
 
 def read_columns(folder: Path, entries: list[Entry]) -> dict[str, Tensor]:
-    """All rows of all columns, where there is memory for them."""
+    """All rows of all columns, in memory."""
     parts: dict[str, list[Tensor]] = {}
     for entry in sorted(entries, key=lambda entry: int(entry["first"])):
         for name, _, rows in _read(folder, entry):
@@ -108,7 +107,7 @@ def read_columns(folder: Path, entries: list[Entry]) -> dict[str, Tensor]:
 
 
 def open_column(folder: Path, entries: list[Entry], name: str) -> Joined:
-    """All rows of a column, read where they are sliced: of these, no digest is checked."""
+    """All rows of a column, read when they are sliced; digests are not checked."""
     blocks = []
     for entry in sorted(entries, key=lambda entry: int(entry["first"])):
         path = folder / Path(entry["name"]).name

@@ -1,4 +1,4 @@
-"""Where a training run stands: what is learned, the optimizers, and the best step so far."""
+"""The state of a training run: parameters, optimizers, and the best step so far."""
 
 import contextlib
 import math
@@ -28,24 +28,24 @@ class DivergedError(ValueError):
 
 
 Row = dict[str, Any]
-"""What one evaluation on the validation users measured."""
+"""The measurements of one evaluation on the validation users."""
 
 
 @dataclass
 class Best:
-    """The step that did best on the validation users, and what was learned by then."""
+    """The step with the best validation recall, and the parts at that step."""
 
     recall: float
     step: int
     parts: dict[str, Tensor]
     rows: list[Entry] = field(default_factory=list)
-    """The files of the split tables: a copy in memory would be as large as they are."""
+    """The files of the split tables, of which memory has no room for a copy."""
 
 
 class State:
     """Towers, index layer and optimizers of a run, its step, and the rows measured so far.
 
-    A checkpoint holds exactly this. `trainer` changes it by steps, `evaluate` adds rows.
+    A checkpoint holds exactly this. `trainer` takes the steps, `evaluate` adds the rows.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class State:
         Args:
             log: the log to learn from.
             config: the options of the run.
-            device: where the parts are.
+            device: the device of all parts.
             blank: leave the towers uninitialized, for `skip_warm_up` to fill.
-            folder: where the rows of split tables are saved; none for a temporary one.
+            folder: the folder for the rows of split tables; None for a temporary one.
         """
         config.check(log)
         self.log, self.config, self.device = log, config, torch.device(device)
@@ -75,7 +75,7 @@ class State:
                 history=config.history,
                 pool=config.pool,
                 vocabulary=log.vocabulary,
-                # Where a step sees few of the items, ranks have a range of them each.
+                # A step sees few of the items: tables are split over ranks.
                 split=log.catalogue > LARGE and config.negatives is not None,
                 seed=config.seed,
             )
@@ -90,19 +90,19 @@ class State:
         self.best = Best(-1.0, 0, {})
         # The index at the beginning of the joint phase.
         self.start: Quantizer | None = None
-        # Of all items, where training leaves them as they start.
+        # The codes of all items, if training keeps them fixed.
         self.codes: Codes | None = None
         self.reset_optimizers(joint=False)
         self.mark_rotation()
 
     @property
     def joint(self) -> bool:
-        """Whether the index is trained along."""
+        """Whether the joint phase has begun, in which the index is trained."""
         return self.layer.warm
 
     @property
     def quantizer(self) -> Quantizer:
-        """The index at this step; an R that is only close to a rotation is projected."""
+        """The index at this step; an R that is only nearly orthogonal is projected."""
         if self.config.exact_rotation:
             return self.layer.quantizer
         R = self.layer.rotation.matrix.detach()
@@ -117,11 +117,11 @@ class State:
 
     @property
     def tables(self) -> dict[str, Table]:
-        """The tables of which each rank has a range of rows, by name; none of a small catalogue."""
+        """The split tables by name; none for a small catalogue."""
         return {f"towers.{name}": table for name, table in self.towers.tables().items()}
 
     def parts(self) -> dict[str, Tensor]:
-        """Everything that is learned and that every rank has, by name."""
+        """All tensors of towers and layer that every rank holds, by name."""
         towers = {f"towers.{name}": part for name, part in self.towers.state_dict().items()}
         layer = {f"layer.{name}": part for name, part in self.layer.state_dict().items()}
         for name in self.tables:
@@ -134,7 +134,7 @@ class State:
         return {**towers, **layer, **fixed}
 
     def columns(self, *, learning: bool = True) -> dict[str, Tensor]:
-        """This rank's rows of split tables and, if `learning`, of what optimizers keep of them."""
+        """This rank's rows of split tables and, if `learning`, of their optimizer state."""
         found = {f"{name}.weight": table.weight.detach() for name, table in self.tables.items()}
         for name, table in self.tables.items() if learning else ():
             for optimizer in self.optimizers:
@@ -148,9 +148,9 @@ class State:
         return next((table.range.start for table in self.tables.values()), 0)
 
     def load_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Overwrite the towers, the layer and fixed codes by the parts of these names.
+        """Overwrite towers, layer and fixed codes with these parts.
 
-        Split tables may be among them, whole or as this rank's rows, or are left as they are.
+        Split tables may be included, as a whole or as this rank's rows; otherwise they stay.
         """
         whole = {**self.columns(learning=False), **parts}
         if "codes.fine" in parts:
@@ -166,23 +166,23 @@ class State:
                 module.load_state_dict(mine)
 
     def mark_best(self, recall: float) -> None:
-        """Keep everything as it is at this step, which did best; later steps leave it alone."""
+        """Keep a copy of all parts at this step, which is the best so far."""
         rows = self.files.save(self.columns(), self.first, self.step)
         copied = {name: part.detach().clone() for name, part in self.parts().items()}
         self.best = Best(recall, self.step, copied, rows)
         self.files.keep(rows)
 
     def load_best(self) -> None:
-        """Go back to the step that did best."""
+        """Go back to the best step."""
         self.load_parts(self.best.parts)
         self.files.load(self.best.rows, self.columns(learning=False), self.first)
 
     def mark_rotation(self) -> None:
-        """Remember R, to tell later how far it has turned since."""
+        """Remember R, to measure later how far it has turned since."""
         self.marked = self.layer.rotation.matrix.detach().clone()
 
     def skip_warm_up(self, towers: Mapping[str, Tensor]) -> None:
-        """Continue after the warm-up, from towers that went through it in another run."""
+        """Continue after the warm-up, from towers of another run."""
         self.load_parts(towers)
         self.step = self.config.warmup
         self.mark_best(-1.0)
@@ -226,15 +226,15 @@ class State:
 
         Args:
             step: the steps taken.
-            rows: of the evaluations so far.
-            parts: everything that is learned and that every rank has.
+            rows: the rows of the evaluations so far.
+            parts: the tensors that every rank holds, as of `parts`.
             best: the best step so far.
             entries: the files of the split tables.
             optimizers: the state of each parameter, by the number of its optimizer and its own.
-            joint: whether the index was trained along.
+            joint: whether the joint phase had begun.
         """
         self.step, self.rows = step, rows
-        # R may be parametrized in the joint phase, so optimizers are made before parts are loaded.
+        # An optimizer may parametrize R, so optimizers are made before parts are loaded.
         self.reset_optimizers(joint=joint)
         self.load_parts(parts)
         self.mark_rotation()
@@ -253,14 +253,14 @@ def can_capture(config: Config, *, joint: bool) -> bool:
     """Whether a step has no host synchronisation, so that a CUDA graph can capture it."""
     waits = config.method in ("expm", "pogo")
     waits = waits or (config.method == "gcd-steepest" and config.exact)
-    return distributed.alone() and not (joint and waits)
+    return distributed.is_alone() and not (joint and waits)
 
 
 def make_rotation_optimizer(layer: IndexLayer, config: Config) -> Optimizer:
-    """The optimizer for R, at a rate that turns an axis about equally far with every method.
+    """The optimizer for R, at a rate that turns an axis by about the same angle for every method.
 
-    GCD's rate is that angle. Adam moves all n entries of an axis, each by its rate, and Cayley's
-    transform is I − 2S to first order. A step of POGO's VectorAdam has length 1 in all n axes.
+    GCD's rate is that angle. Adam moves each of the n entries of an axis by its rate, and the
+    Cayley transform is I − 2S to first order. A step of POGO's VectorAdam has Frobenius norm 1.
     """
     n = layer.rotation.dim
     spread = {"cayley": 2 * math.sqrt(n), "expm": math.sqrt(n), "penalty": math.sqrt(n)}

@@ -1,8 +1,8 @@
-"""Logs that stay in their files: what is known of them in memory, and where that is kept.
+"""Logs that are streamed from their files: what is held in memory, and its file.
 
-A survey of the files finds the vocabulary, how popular items are, how many examples each row group
-has, and the clicks of held-out users. It is kept in the folder of the run, so that a run that goes
-on needs no other, unless a file has changed.
+A survey of the files finds the vocabulary, the popularity of items, the number of examples in each
+row group, and the clicks of held-out users. It is saved in the folder of the run, so that a resumed
+run needs no new survey unless a file has changed.
 """
 
 import functools
@@ -33,48 +33,48 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StreamedLog(Log):
-    """A log in Parquet files. `starts`, `items` and `times` are of the held-out users alone."""
+    """A log in Parquet files. `starts`, `items` and `times` are those of held-out users only."""
 
     selection: Selection
     source: Source
     popularity: Int[np.ndarray, " catalogue"]
     """How often training users have clicked each item."""
     examples: Int[np.ndarray, " groups"]
-    """How many examples the training users have that begin in each row group."""
+    """For each row group, the number of examples of the training users that begin in it."""
     lead: Int[np.ndarray, " groups"]
-    """Clicks at the beginning of a group that are of an earlier user; −n for all n of them."""
+    """For each group, its first clicks that belong to an earlier user; −n if all n clicks do."""
     held: Int[np.ndarray, " held"]
     """The keys of held-out users."""
     keys: Int[np.ndarray, " catalogue"] | None
-    """The key of each item; none where items are hashed."""
+    """The key of each item; None if items are hashed."""
     clicks: int
-    """Of all users that count."""
+    """The number of clicks of all valid users."""
     everyone: int
-    """How many users count."""
+    """The number of valid users."""
 
     @property
     def rules(self) -> dict[str, float]:
-        """The rules by which rows and users were kept, and the rows that items are hashed to."""
+        """The rules that selected rows and users, and the number of rows for hashed items."""
         return super().rules | ({"hash_items": self.catalogue} if self.keys is None else {})
 
     @property
     def streamed(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     @property
     def users(self) -> int:
-        """How many users count."""
+        """The number of valid users."""
         return self.everyone
 
     @property
     def unseen(self) -> int:
-        """How many items no training user has clicked."""
+        """The number of items that no training user has clicked."""
         return self.catalogue - int(np.count_nonzero(self.popularity))
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """By which a checkpoint knows its log."""
+        """A digest by which a checkpoint identifies its log."""
         digest = hashlib.sha256(f"{self.catalogue}".encode())
         parts = (self.starts, self.items, self.held, self.examples, self.lead, self.popularity)
         for part in (*parts, self.keys):
@@ -105,18 +105,18 @@ def read_streamed(
     tell: Tell | None = None,
     progress: Progress | None = None,
 ) -> StreamedLog:
-    """The log in a folder of Parquet files; what a survey finds is kept in the run's folder.
+    """Read the log in a folder of Parquet files; the survey is saved in the run's folder.
 
     Args:
         path: the folder, or a file.
         min_rating: rows with lower ratings are left out; without ratings every row counts.
         min_items: users with fewer rows than this are left out.
-        held_out: users for validation, and as many for the test; a fifth where there are few.
-        seed: of the draw of held-out users.
-        hash_items: how many rows items share by a hash; by default each has its own.
-        folder: of the run; without one nothing is kept, and users' rows must be together.
-        tell: called with a line of what else is done.
-        progress: called with the rows so far, and of how many.
+        held_out: users for validation, and as many for the test; a fifth if there are few.
+        seed: the seed of the draw of held-out users.
+        hash_items: the number of rows that items share by a hash; by default each has its own.
+        folder: the folder of the run; None saves nothing, and needs a log sorted by user.
+        tell: called with a line for each further step.
+        progress: called with the number of rows done and their total.
     """
     check_number("min_rating", min_rating, -LARGEST)
     check_whole("min_items", min_items, 2)
@@ -130,18 +130,18 @@ def read_streamed(
         "hash_items": hash_items,
     }
     tell, progress = tell or _ignore, progress or _ignore
-    source = distributed.together(lambda: Source(path))
+    source = distributed.run_together(lambda: Source(path))
     if folder is None:
         return _assemble(source, rules, *survey(source, progress, **rules))
     kept = folder / FILE
     distributed.from_first(lambda: _survey_once(source, rules, folder, tell, progress))
-    return distributed.together(lambda: _load(source, rules, kept))
+    return distributed.run_together(lambda: _load(source, rules, kept))
 
 
 def _survey_once(
     source: Source, rules: dict[str, Any], folder: Path, tell: Tell, progress: Progress
 ) -> None:
-    """Survey the files, unless that was done and they are as they were."""
+    """Survey the files, unless there is a survey and they have not changed."""
     kept, stamps = folder / FILE, _stamp(source)
     grouped: dict[str, list[int]] = {}
     if kept.exists():
@@ -152,7 +152,7 @@ def _survey_once(
         if about["stamped"] == _digest(now):
             if about["rules"] == rules:
                 return
-            # By other rules, but sorted already.
+            # The rules are other ones, but the log is sorted already.
             grouped = now.get("grouped", {})
         elif about["rules"] == rules:
             changed = _find_change(_read_stamps(kept), stamps) or str(folder / FOLDER)
@@ -181,11 +181,11 @@ def _survey_once(
 
 
 def _load(source: Source, rules: dict[str, Any], kept: Path) -> StreamedLog:
-    """The log of a survey that was kept; every rank must see the files that were surveyed."""
+    """Load the log of a saved survey, after checking that this rank sees the same files."""
     contents = files.load(kept, KIND)
     parts = {name: tensor.numpy() for name, tensor in contents.tensors.items()}
     first, mine = json.loads(bytes(parts.pop("stamps"))), _stamp(source)
-    # Times may differ among machines that have copies.
+    # Copies on other machines may have other times.
     if [*map(_drop_time, first.items())] != [*map(_drop_time, mine.items())]:
         raise ValueError(
             f"{source.path} must hold the same files for all ranks, but does not on one of them"
@@ -209,7 +209,7 @@ def _assemble(
         source.title,
         parts["starts"],
         parts["items"],
-        # Held-out users need none: their clicks are in order.
+        # Times are not needed: the clicks of held-out users are sorted.
         np.zeros(len(parts["items"]), np.float32),
         len(parts["popularity"]),
         np.empty(0, np.int64),
@@ -228,7 +228,7 @@ def _assemble(
 
 
 def _stamp(source: Source) -> dict[str, list[int]]:
-    """The sizes and times of the files, by name."""
+    """The size and time of each file, by name."""
     found = {}
     for file in source.files:
         about = file.stat()
@@ -257,10 +257,10 @@ def _drop_time(entry: tuple[str, list[int]]) -> tuple[str, int]:
 
 
 def _find_change(before: dict[str, list[int]], now: dict[str, list[int]]) -> str | None:
-    """The first file that is new, gone or another."""
+    """The first file that is new, missing or changed; None if there is none."""
     names = sorted({*before, *now})
     return next((name for name in names if before.get(name) != now.get(name)), None)
 
 
 def _ignore(*values: object) -> None:
-    """Tell nobody."""
+    """Do nothing."""

@@ -1,11 +1,11 @@
-"""Examples of a log that stays in its files, drawn in batches.
+"""Examples of a log that is streamed from its files, drawn in batches.
 
-What a step draws follows from the seed and the step by arithmetic, so there is no state to save and
-the number of ranks changes nothing. In every epoch the row groups come in an order of its own. The
-examples in that order are cut into streams of one length, and each stream into windows, of whole
-row groups unless these are large; a window is shuffled. A batch takes the next examples of every
-stream, and a rank reads the streams that its rows of the batch are of. So every example comes once
-in an epoch, and memory holds a window or two of each stream.
+The draws of a step are a function of the seed and the step, so there is no state to save, and the
+number of ranks does not matter. Every epoch shuffles the row groups. Their examples are cut into
+streams of equal length, and each stream into windows, of whole row groups unless these are large;
+each window is shuffled. A batch takes the next examples of every stream, and a rank reads only the
+streams of its rows. So every example comes once in an epoch, and memory holds one or two windows of
+each stream.
 """
 
 import functools
@@ -25,62 +25,62 @@ from givens.retrieval.parquet import join
 from givens.retrieval.streamed import StreamedLog
 from givens.retrieval.survey import Numbers, find_good, is_among
 
-# Streams of an epoch, unless a batch or the log has fewer examples.
+# The number of streams, unless a batch or the log has fewer examples.
 STREAMS = 16
-# Examples of a window: so many, and up to the end of a row group, but no more than four times that.
+# A window has at least WINDOW examples, and ends with a row group or after TIMES * WINDOW.
 WINDOW, TIMES = 1 << 18, 4
-# Tells the generators of epochs, windows and targets apart.
+# Separate the generators of epochs, windows and targets.
 EPOCH, SHUFFLE, TARGET = range(3)
 
 Key = tuple[int, int, int]
-"""Of a window: its stream, epoch and number there."""
+"""The key of a window: its stream, epoch and number."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A window of a stream: positions there, and examples of row groups."""
+    """A window of a stream: its positions in the stream, and its parts of row groups."""
 
     first: int
     stop: int
     pieces: tuple[tuple[int, int, int], ...]
-    """Of each row group: its number, and the first and last of its examples."""
+    """For each row group: its number, and its range of examples."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a batch, and the window that they are from."""
+    """Rows of a batch that come from one window."""
 
     row: int
     end: int
     key: Key
     first: int
-    """The position in the window of the first of them."""
+    """The position of the first row in the window."""
     left: int
-    """How many examples of the window come after them."""
+    """The number of examples left in the window after them."""
 
 
 class Order:
-    """In which order the examples of row groups come."""
+    """The order of the examples of all row groups."""
 
     def __init__(self, examples: Int[np.ndarray, " groups"], batch: int, seed: int) -> None:
         """Cut the examples into streams.
 
         Args:
-            examples: how many each row group has.
-            batch: how many a step draws.
-            seed: of the order.
+            examples: the number of examples in each row group.
+            batch: the number of examples in a step.
+            seed: the seed of the order.
         """
         self.groups = np.flatnonzero(examples)
         self.examples, self.batch, self.seed = examples[self.groups], batch, seed
         total = int(self.examples.sum())
         self.streams = min(STREAMS, batch, total)
         self.ends = np.arange(self.streams + 1) * total // self.streams
-        # Which rows of a batch each stream gives.
+        # The rows of a batch that each stream provides.
         self.rows = np.arange(self.streams + 1) * batch // self.streams
         self._spans = functools.lru_cache(4 * self.streams)(self._make_spans)
 
     def find(self, step: int) -> Iterator[Piece]:
-        """Where the rows of a step's batch are from."""
+        """The windows, and positions in them, of the rows of a step's batch."""
         for stream in range(self.streams):
             length = int(self.ends[stream + 1] - self.ends[stream])
             row, end = map(int, self.rows[stream : stream + 2])
@@ -97,13 +97,13 @@ class Order:
                 yield Piece(row, row + take, key, first, span.stop - inside - take)
                 row, at = row + take, at + take
 
-    def span(self, key: Key) -> Span:
-        """What a window is made of."""
+    def find_span(self, key: Key) -> Span:
+        """The positions and row groups of a window."""
         stream, epoch, number = key
         return self._spans(stream, epoch)[number]
 
-    def next(self, key: Key) -> Key:
-        """The window that follows in a stream."""
+    def find_next(self, key: Key) -> Key:
+        """The next window of the same stream."""
         stream, epoch, number = key
         last = number + 1 == len(self._spans(stream, epoch))
         return (stream, epoch + 1, 0) if last else (stream, epoch, number + 1)
@@ -121,7 +121,7 @@ class Order:
             group, end = order[place], min(int(ends[place]), high)
             before = int(ends[place] - self.examples[group])
             while at < end:
-                # What is left at the end goes with what is before it.
+                # A short rest of the stream joins its last window.
                 limit = begun + TIMES * WINDOW
                 limit = high if high - limit < WINDOW else limit
                 stop = min(end, limit)
@@ -141,15 +141,15 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Users:
-    """The clicks of users, one user after another."""
+    """The clicks of users, user by user."""
 
     items: Int[np.ndarray, " clicks"]
     starts: Int[np.ndarray, " starts"]
-    """Where each user's clicks begin; the last number is the number of clicks."""
+    """The first click of each user; the last entry is the number of clicks."""
 
     def cut(self, first: int, stop: int) -> tuple["Users", NDArray[np.int32]]:
-        """The users of these examples, and where the examples are among their clicks."""
-        # A user's first click has no history, and is no example.
+        """The users of these examples, and the positions of the examples in their clicks."""
+        # A user's first click has no history, so it is not an example.
         user = np.searchsorted(
             self.starts - np.arange(len(self.starts)), [first, stop - 1], "right"
         )
@@ -164,14 +164,14 @@ class Users:
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Users, and the places of examples among their clicks, in the order of the draw."""
+    """Users, and the positions of examples in their clicks, in the order of the draw."""
 
     users: Users
     places: Int[np.ndarray, " examples"]
 
     @property
     def nbytes(self) -> int:
-        """Of its arrays."""
+        """The bytes of its arrays."""
         return self.users.items.nbytes + self.users.starts.nbytes + self.places.nbytes
 
 
@@ -180,21 +180,21 @@ class Reader:
 
     def __init__(self, log: StreamedLog) -> None:
         self.log, self.numbers = log, Numbers(log.catalogue, log.keys)
-        # Streams that share a row group ask for it one after another.
+        # The latest group: streams that share a row group read it in succession.
         self.last: tuple[int, Users] | None = None
 
     def read(self, group: int) -> Users:
-        """The users that begin in a row group and are trained on."""
-        # Another thread may read meanwhile.
+        """The training users that begin in a row group."""
+        # Another thread may replace it.
         last = self.last
         if last is None or last[0] != group:
-            self.last = last = (group, self._read(group))
+            self.last = last = (group, self._read_users(group))
         return last[1]
 
-    def _read(self, group: int) -> Users:
+    def _read_users(self, group: int) -> Users:
         log = self.log
         parts = [log.source.read(group)[abs(int(log.lead[group])) :]]
-        # What the last user has in the groups that follow.
+        # The rows of the last user in the groups that follow.
         for later in range(group + 1, len(log.lead)):
             lead = int(log.lead[later])
             if lead:
@@ -216,14 +216,14 @@ class Reader:
         starts = np.concatenate([[0], np.cumsum(counts[trained])])
         if len(items) - len(starts) + 1 != log.examples[group] or (items < 0).any():
             raise ValueError(
-                f"{log.source.name(group)} is not as it was when the log was read first; run again "
+                f"{log.source.name(group)} has changed since the log was first read; run again "
                 "with --resume to read it again"
             )
         return Users(items, starts)
 
 
 class StreamedExamples(Examples):
-    """Training clicks of a log that stays in its files, drawn in batches."""
+    """The training clicks of a log that is streamed from its files, drawn in batches."""
 
     def __init__(
         self,
@@ -234,11 +234,11 @@ class StreamedExamples(Examples):
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Make ready to read; arguments are those of `Examples`."""
+        """Prepare to read; arguments are those of `Examples`."""
         self.log, self.history, self.ahead, self.seed = log, history, ahead, seed
         self.stream, self.device = False, torch.device(device)
         self.generator = torch.Generator(self.device)
-        # Of held-out users, in memory.
+        # The clicks of held-out users are in memory.
         self.items = torch.from_numpy(log.items).to(self.device)
         self.starts = torch.from_numpy(log.starts).to(self.device)
         self.words = None
@@ -246,17 +246,17 @@ class StreamedExamples(Examples):
         self.popularity = (popularity / popularity.sum()).float()
         self.reader, self.order = Reader(log), Order(log.examples, 1, seed)
         self.windows: dict[Key, Window] = {}
-        # What the last step drew from, on all ranks.
+        # The windows of the last step, on all ranks.
         self.drawn: set[Key] = set()
         self.coming: tuple[Key, Future[Window]] | None = None
         self.pool = ThreadPoolExecutor(1, "givens-log")
         self.most_bytes = 0
-        """Of windows, at most so far."""
+        """The most bytes that windows have taken so far."""
 
     def draw(
         self, step: int, size: int, progress: float = 0.0, *, dropout: float = 0.0
     ) -> tuple[Inputs, Int[Tensor, " b"]]:
-        """As `Examples.draw`; `progress` changes nothing here."""
+        """As `Examples.draw`; `progress` has no effect."""
         if self.order.batch != size:
             self.order = Order(self.reader.log.examples, size, self.seed)
         mine, share = distributed.rows(size), self._draw_shares(step, size)
@@ -264,8 +264,8 @@ class StreamedExamples(Examples):
         keys = {piece.key for piece in pieces}
         own = [piece for piece in pieces if piece.row < mine.stop and piece.end > mine.start]
         if keys != self.drawn:
-            # All ranks come here at the same steps: an error of one is that of all.
-            distributed.together(lambda: self._read([piece.key for piece in own]))
+            # All ranks get here at the same steps, so that they can share an error.
+            distributed.run_together(lambda: self._read_windows([piece.key for piece in own]))
             self.drawn = keys
         history = np.empty((mine.stop - mine.start, self.history), np.int32)
         target = np.empty(len(history), np.int64)
@@ -282,7 +282,7 @@ class StreamedExamples(Examples):
         return self._drop_items(inputs, dropout, size), distributed.gather_rows(targets, size)
 
     def _draw_shares(self, step: int, size: int) -> NDArray[np.float64]:
-        """Where the target of each row is among the items that may be."""
+        """A number in [0, 1) for each row, which chooses the target among the next items."""
         return np.random.default_rng([self.seed, TARGET, step]).random(size)
 
     def _look_up(
@@ -299,8 +299,8 @@ class StreamedExamples(Examples):
         history[back < starts[user - 1][:, None]] = -1
         return history, target
 
-    def _read(self, keys: list[Key]) -> None:
-        """Have the windows that this rank draws from."""
+    def _read_windows(self, keys: list[Key]) -> None:
+        """Make sure that the windows of this rank's rows are in memory."""
         for key in keys:
             if key in self.windows:
                 continue
@@ -308,14 +308,14 @@ class StreamedExamples(Examples):
                 self.windows[key] = self.coming[1].result()
                 self.coming = None
             else:
-                self.windows[key] = self._make(key)
+                self.windows[key] = self._make_window(key)
 
     def _read_ahead(self, own: list["Piece"]) -> None:
-        """Read what is needed next meanwhile, one window at a time; forget what is over."""
-        # By when it is needed.
+        """Read the next windows in the background, one at a time, and drop finished ones."""
+        # The window that is needed first comes first.
         last = {piece.key[0]: piece for piece in own}
         urgent = sorted(last.values(), key=lambda piece: piece.left)
-        coming = [self.order.next(piece.key) for piece in urgent]
+        coming = [self.order.find_next(piece.key) for piece in urgent]
         if self.coming is not None and self.coming[1].done() and not self.coming[1].exception():
             self.windows[self.coming[0]] = self.coming[1].result()
             self.coming = None
@@ -328,13 +328,13 @@ class StreamedExamples(Examples):
         if self.coming is None:
             for key in coming:
                 if key not in self.windows:
-                    self.coming = (key, self.pool.submit(self._make, key))
+                    self.coming = (key, self.pool.submit(self._make_window, key))
                     break
 
-    def _make(self, key: Key) -> Window:
-        """Read a window, and shuffle it."""
+    def _make_window(self, key: Key) -> Window:
+        """Read and shuffle a window."""
         parts, at = [], 0
-        for group, first, stop in self.order.span(key).pieces:
+        for group, first, stop in self.order.find_span(key).pieces:
             users, places = self.reader.read(group).cut(first, stop)
             parts.append((users.items, users.starts[:-1] + at, places + np.int32(at)))
             at += len(users.items)

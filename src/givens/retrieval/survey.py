@@ -1,8 +1,8 @@
-"""One pass over a log in Parquet files: vocabulary, popularity, rules and held-out users.
+"""One pass over a log in Parquet files: vocabulary, popularity, selection and held-out users.
 
-Rows come user by user. A user belongs to the row group where its rows begin; those at the beginning
-of a group that are of an earlier user are its lead. A user's rows are put in order of time as they
-are read, so only that they are together is asked for.
+The rows of a user must be contiguous; they are sorted by time when they are read. A user belongs to
+the row group in which its rows begin; the rows at the beginning of a group that continue a user of
+an earlier group are its lead.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,36 +18,36 @@ from givens.kernels.cpu import keys as loops
 from givens.retrieval.data import Names, Selection, check_held_out, describe_empty
 from givens.retrieval.parquet import Clicks, Source, join
 
-# A table of keys is at most so full.
+# The largest load factor of a hash table.
 FULL = 0.6
 FIRST_SLOTS = 1 << 16
-# What str.splitlines takes for the end of a line.
+# The line boundaries of str.splitlines.
 LINES = "[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]"
 
 Parts = dict[str, NDArray[Any]]
 
 
 class NotTogetherError(ValueError):
-    """The rows of a user are not together."""
+    """The rows of a user are not contiguous."""
 
 
 class Vocabulary:
-    """The items that were met: their keys in the order in which they came, and how often."""
+    """The items seen so far: their keys in order of appearance, and their counts."""
 
     def __init__(self) -> None:
         self.slots = np.full(FIRST_SLOTS, -1, np.int32)
         self.known, self.counts = (np.zeros(self.most, np.int64) for _ in range(2))
         self.size = 0
-        # Of new items, in the same order, where they are text.
+        # The texts of items, in the same order.
         self.texts: list[Any] = []
 
     @property
     def most(self) -> int:
-        """How many items the table has room for."""
+        """The number of items that the table has room for."""
         return int(FULL * len(self.slots))
 
     def count(self, keys: Int[np.ndarray, " rows"], texts: tuple[Any, Any] | None) -> None:
-        """Count items, by key."""
+        """Count the items with these keys."""
         before, at = self.size, 0
         while True:
             done, self.size = loops.count_keys(
@@ -61,8 +61,8 @@ class Vocabulary:
             self._add_texts(self.known[before : self.size], *texts)
 
     def finish(self) -> Parts:
-        """Names and keys of all items, in the order of names, and how often each was met."""
-        # Its memory is needed for the sort.
+        """Names, keys and counts of all items, sorted by name."""
+        # Free memory for the sort.
         self.slots = np.empty(0, np.int32)
         keys = self.known[: self.size]
         if not self.texts:
@@ -107,18 +107,18 @@ class Vocabulary:
 
 
 class Hashed:
-    """The same with a fixed number of rows, which items share by a hash."""
+    """As `Vocabulary`, with a fixed number of rows that items share by a hash."""
 
     def __init__(self, rows: int) -> None:
         self.counts = np.zeros(rows, np.int64)
 
     def count(self, keys: Int[np.ndarray, " rows"], texts: tuple[Any, Any] | None) -> None:
-        """Count items, by key."""
+        """Count the items with these keys."""
         del texts
         np.add.at(self.counts, hash_items(keys, len(self.counts)), 1)
 
     def finish(self) -> Parts:
-        """How often each row was met."""
+        """The count of each row."""
         return {"counts": self.counts}
 
 
@@ -132,7 +132,7 @@ class Numbers:
             loops.place_keys(keys, self.slots)
 
     def find(self, keys: Int[np.ndarray, " rows"]) -> Int[np.ndarray, " rows"]:
-        """The rows; −1 for an item that is not known."""
+        """The rows of these keys; −1 for unknown items."""
         if self.keys is None:
             return hash_items(keys, self.catalogue).astype(np.int32)
         rows = np.empty(len(keys), np.int32)
@@ -141,14 +141,14 @@ class Numbers:
 
 
 def hash_items(keys: Int[np.ndarray, " n"], rows: int) -> Int[np.ndarray, " n"]:
-    """Which of so many rows each item has: the key of a name by splitmix64, and its remainder."""
+    """The row of each key among `rows`: splitmix64 of the key, modulo `rows`."""
     found = np.empty(len(keys), np.uint64)
     loops.scramble_keys(keys, np.uint64(0), found)
     return (found % np.uint64(rows)).astype(np.int64)
 
 
 class Held:
-    """The users that are held out: those with the least hash of all, by the seed."""
+    """The held-out users: those with the smallest seeded hashes."""
 
     def __init__(self, most: int, seed: int) -> None:
         self.most, self.seed = most, np.uint64(seed)
@@ -156,7 +156,7 @@ class Held:
         self.least = np.uint64(2**64 - 1)
 
     def add(self, users: NDArray[np.int64], groups: NDArray[np.int64], rows: Any) -> None:
-        """Look at users, each of a group; `rows(i)` gives the clicks of one."""
+        """Consider users with the groups that they begin in; `rows(i)` are the clicks of user i."""
         ranks = np.empty(len(users), np.uint64)
         loops.scramble_keys(users, self.seed, ranks)
         near = np.flatnonzero(ranks <= self.least)
@@ -166,7 +166,7 @@ class Held:
             self._cut(self.most)
 
     def draw(self, count: int) -> list[tuple[int, int, int, Clicks]]:
-        """So many users, in the order of their hashes."""
+        """The `count` users with the smallest hashes, in order."""
         self._cut(count)
         return self.found
 
@@ -176,7 +176,7 @@ class Held:
 
 
 class Survey:
-    """What a pass over all row groups finds."""
+    """A pass over all row groups."""
 
     def __init__(
         self,
@@ -194,14 +194,14 @@ class Survey:
         self.held = Held(2 * held_out, seed)
         self.examples, self.lead = (np.zeros(len(source), np.int64) for _ in range(2))
         self.rows = self.low = self.users = self.small = self.clicks = 0
-        # Of all users, to find those that come again; the first ones also at once.
+        # The users of every group, to find users that reappear.
         self.seen: list[NDArray[np.int64]] = []
-        # The last user, whose rows may go on in the next group, and the group it begins in.
+        # The last user, whose rows may continue in the next group, and the group it begins in.
         self.open: list[Clicks] = []
         self.begun = 0
 
     def add(self, group: int, clicks: Clicks) -> None:
-        """Take in the next group."""
+        """Add the clicks of the next group."""
         if not len(clicks):
             return
         changes = np.flatnonzero(clicks.user[1:] != clicks.user[:-1]) + 1
@@ -214,10 +214,10 @@ class Survey:
                 self.open.append(clicks)
                 return
         self._count(join([*self.open, clicks[:last]]), group)
-        self.open, self.begun = [clicks[last:].with_own_texts()], group
+        self.open, self.begun = [clicks[last:].drop_other_texts()], group
 
     def finish(self) -> tuple[Parts, dict[str, Any]]:
-        """What was found, as arrays and as numbers and words."""
+        """The results, as arrays and as metadata."""
         if self.open:
             self._count(join(self.open), self.begun)
         self._check_all_together()
@@ -233,7 +233,7 @@ class Survey:
                 f"{name} must have at least 5 valid users to hold some out, but has {users}"
             )
         drawn = self.held.draw(2 * out)
-        # Each half in the order of keys.
+        # Each half is sorted by key.
         drawn = [one for half in (drawn[:out], drawn[out:]) for one in sorted(half, key=_key)]
         parts = self.items.finish()
         catalogue = len(parts["counts"])
@@ -262,7 +262,7 @@ class Survey:
         return parts, {"selection": vars(selection), "clicks": self.clicks, "users": users}
 
     def _count(self, clicks: Clicks, group: int) -> None:
-        """Count whole users; the first may begin in an earlier group than the others."""
+        """Count complete users; the first may begin in an earlier group than the others."""
         if not len(clicks):
             return
         begin = np.concatenate([[0], np.flatnonzero(clicks.user[1:] != clicks.user[:-1]) + 1])
@@ -285,19 +285,22 @@ class Survey:
         self.items.count(clicks.item[kept], clicks.texts)
         first, stop = begin[valid], end[valid]
 
-        def rows_of(i: int) -> Clicks:
+        def take_rows(i: int) -> Clicks:
             mine = slice(int(first[i]), int(stop[i]))
-            rows = Clicks(clicks.user[mine], clicks.item[mine], None, _part(clicks.time, mine))
+            rows = Clicks(clicks.user[mine], clicks.item[mine], None, _slice(clicks.time, mine))
             rows = rows[good[mine]]
             if rows.time is not None:
                 rows = rows[np.argsort(rows.time, kind="stable")]
-            # Without what it is a view of.
+            # Copies, so that the group can be freed.
             return Clicks(rows.user.copy(), rows.item.copy(), None, None)
 
-        self.held.add(users[valid], groups[valid], rows_of)
+        self.held.add(users[valid], groups[valid], take_rows)
 
     def _check_together(self, users: NDArray[np.int64], group: int) -> None:
-        """Find users that come again in a group, or of the first group: the others at the end."""
+        """Raise if users reappear in this group, or users of the first group do.
+
+        `_check_all_together` finds the others at the end.
+        """
         ordered = np.sort(users)
         again = bool((ordered[1:] == ordered[:-1]).any())
         if again or (self.seen and is_among(users, np.sort(self.seen[0])).any()):
@@ -305,7 +308,7 @@ class Survey:
         self.seen.append(users)
 
     def _check_all_together(self) -> None:
-        """Find users that come again anywhere."""
+        """Raise if users reappear anywhere."""
         everyone = np.concatenate([*self.seen, np.empty(0, np.int64)])
         self.seen = []
         everyone.sort()
@@ -320,7 +323,7 @@ class Survey:
 
 
 def is_among(keys: Int[np.ndarray, " n"], ordered: Int[np.ndarray, " m"]) -> Bool[np.ndarray, " n"]:
-    """Which keys are among others, which are in order; at least one."""
+    """Which keys are in `ordered`, which is sorted and not empty."""
     at = np.searchsorted(ordered, keys)
     return np.asarray(ordered[np.minimum(at, len(ordered) - 1)] == keys)
 
@@ -333,7 +336,7 @@ def find_good(clicks: Clicks, min_rating: float) -> Bool[np.ndarray, " rows"]:
 
 
 def read_ahead(source: Source) -> Iterator[Clicks]:
-    """All groups in their order, the next one read meanwhile."""
+    """The clicks of all groups in order; the next group is read in the background."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(source.read, 0)
         for group in range(len(source)):
@@ -346,7 +349,7 @@ def read_ahead(source: Source) -> Iterator[Clicks]:
 def survey(
     source: Source, progress: Callable[[int, int], object], **rules: Any
 ) -> tuple[Parts, dict[str, Any]]:
-    """Go once over all row groups; `progress` is told the rows so far, and of how many."""
+    """Go over all row groups once; `progress` is called with the rows done and their total."""
     found = Survey(source, **rules)
     done, total = 0, int(source.groups[:, 2].sum())
     for group, clicks in enumerate(read_ahead(source)):
@@ -362,7 +365,7 @@ def survey(
 
 
 def names_of(parts: Parts) -> Any:
-    """The names of the items; none where they are hashed."""
+    """The names of the items; None if they are hashed."""
     if "ends" in parts:
         return Names(parts["ends"], parts["text"])
     return parts.get("keys")
@@ -372,5 +375,5 @@ def _key(one: tuple[int, int, int, Clicks]) -> int:
     return one[1]
 
 
-def _part(values: NDArray[Any] | None, rows: slice) -> NDArray[Any] | None:
+def _slice(values: NDArray[Any] | None, rows: slice) -> NDArray[Any] | None:
     return None if values is None else values[rows]

@@ -1,8 +1,8 @@
-"""Tables of more items than a step sees: their rows split over ranks, learned row by row.
+"""Large tables, of which a step sees few rows: split over ranks, with a row-wise optimizer.
 
-A rank has a range of a table's rows and the optimizer's state of them; one alone has them all. A
-step looks up the rows that its batch names, from whichever rank has them, and their gradients go
-back the same way: what a rank sends depends on the batch, not on the number of items.
+Each rank has a range of a table's rows and their optimizer state. A step fetches the rows of its
+batch from the ranks that hold them, and gradients go back the same way: communication depends on
+the batch, not on the number of items.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,23 +16,23 @@ from torch.optim import Optimizer
 
 from givens import distributed
 
-# Rows that are drawn or scored at once.
+# Rows that are initialised or scored at once.
 BLOCK = 1 << 16
-# T and s of `RowWise`, and below any root of a mean square.
+# T and s of `RowWise`, and a lower bound of √v.
 MEMORY, SCALE, LEAST = 1000, 0.1 / 0.001**0.5, 1e-30
 
 
 class Table(nn.Module):
-    """An embedding of `items` rows of which this rank holds a range, in `weight`."""
+    """An embedding of `items` rows; `weight` is the range of them that this rank holds."""
 
     def __init__(self, items: int, dim: int, *, seed: int, number: int) -> None:
-        """Draw the rows of this rank, the same whatever the number of ranks.
+        """Initialise the rows of this rank; values do not depend on the number of ranks.
 
         Args:
-            items: rows of the whole table.
-            dim: n.
-            seed: of the start.
-            number: of the table, so that two of one seed differ.
+            items: the rows of the whole table.
+            dim: the dimension n.
+            seed: the seed of the initial values.
+            number: the number of the table, so that two tables with one seed differ.
         """
         super().__init__()
         self.num_embeddings, self.range = items, distributed.rows(items)
@@ -46,7 +46,7 @@ class Table(nn.Module):
                 "take more ranks or a smaller dim"
             ) from error
         if not self.weight.is_meta:
-            self._draw(seed * 2 + number)
+            self._initialise(seed * 2 + number)
 
     def forward(self, ids: Int[Tensor, " m"]) -> Float[Tensor, "m n"]:
         """The rows of these ids."""
@@ -54,9 +54,9 @@ class Table(nn.Module):
         return functional.embedding(at, rows)
 
     def find(self, ids: Int[Tensor, "*m"]) -> tuple[Float[Tensor, "u n"], Int[Tensor, "*m"]]:
-        """The rows that ids name, each once, and where among them each is; negative ids at −1.
+        """The distinct rows of these ids, and the position of each id among them.
 
-        At least one row comes, so that there is always one to point to.
+        Negative ids have position −1. There is always at least one row.
         """
         names, at = torch.unique(ids, return_inverse=True)
         none = int(torch.searchsorted(names, 0))
@@ -66,7 +66,7 @@ class Table(nn.Module):
         return rows, (at - none).clamp_min(-1)
 
     def _fetch(self, ids: Int[Tensor, " u"]) -> Float[Tensor, "u n"]:
-        """Rows of different ids in their order, from the ranks that have them."""
+        """The rows of distinct, sorted ids, from the ranks that hold them."""
         edges = torch.tensor(distributed.bounds(self.num_embeddings), device=ids.device)
         cuts = torch.searchsorted(ids, edges).tolist()
         if cuts[-1] != len(ids):
@@ -81,7 +81,7 @@ class Table(nn.Module):
         )
 
     @torch.no_grad()
-    def _draw(self, seed: int) -> None:
+    def _initialise(self, seed: int) -> None:
         n, first, stop = self.weight.shape[1], self.range.start, self.range.stop
         for begin in range(first - first % BLOCK, stop, BLOCK):
             rows = torch.empty(min(BLOCK, self.num_embeddings - begin), n)
@@ -93,16 +93,16 @@ class Table(nn.Module):
 
 
 class RowWise(Optimizer):
-    """Adam for rows that come rarely, with two numbers for each instead of two for each number.
+    """Adam for rare rows, with two numbers of state for each row instead of two for each entry.
 
-    Of the rows that have a gradient, and of no others,
+    For the rows that have a gradient, and for no others,
 
-        v ← v + (mean(g²) − v)/min(t, T)    t times that the row came; T of them are remembered
+        v ← v + (mean(g²) − v)/min(t, T)    t counts the gradients of the row; T bounds the memory
         row ← row − lr · s · g/√v           s = (1 − β₁)/√(1 − β₂) for Adam's β₁ = 0.9, β₂ = 0.999
 
-    s is how far torch's SparseAdam moves a row that comes rarely, whose averages it takes for those
-    of all steps, so that a rate for it does here too. There is no momentum: it would take as much
-    memory as the table, and little is left of it when a row comes again.
+    With this s, rates for torch's SparseAdam carry over: it moves a rare row by lr·s, since it does
+    not correct the bias of the row's own averages. There is no momentum: it would take as much
+    memory as the table, and would have decayed when a row comes again.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
@@ -125,7 +125,7 @@ class RowWise(Optimizer):
                 t = times[rows] + 1
                 v = squares[rows].lerp(g.square().mean(1), 1 / t.clamp_max(MEMORY))
                 times[rows], squares[rows] = t, v
-                # A row whose gradient was 0 every time stays.
+                # A row whose gradients were all 0 stays.
                 table.index_add_(
                     0, rows, g * (-group["lr"] * SCALE / v.sqrt().clamp_min(LEAST))[:, None]
                 )

@@ -1,4 +1,4 @@
-"""The two towers: histories and words of users, and items, as unit vectors scored by cosine."""
+"""The two towers: users (histories and words) and items as unit vectors, scored by cosine."""
 
 import math
 from collections.abc import Iterator
@@ -34,18 +34,17 @@ class Towers(nn.Module):
         split: bool = False,
         seed: int = 0,
     ) -> None:
-        """Make both towers.
+        """Initialise both towers.
 
         Args:
-            items: in the catalogue.
-            dim: n, of the vectors.
-            history: items that the user tower looks back at; 0 where the words are all.
-            pool: "mean" weighs an item of the history by how recent it is, "attention" also by
-                what it is, in several ways at once.
-            vocabulary: how many words there are; 0 for none.
-            split: whether ranks have a range of the tables' rows each, of which a step touches
-                those that it uses, and no others.
-            seed: of the start.
+            items: the number of items in the catalogue.
+            dim: the dimension n of the vectors.
+            history: the most items of a history; 0 for words only.
+            pool: "mean" weights an item of the history by recency, "attention" also by content,
+                with several heads.
+            vocabulary: the number of words; 0 for none.
+            split: whether the rows of tables are split over ranks, with sparse gradients.
+            seed: the seed of the initial values.
         """
         super().__init__()
         if pool not in get_args(Pool):
@@ -68,7 +67,7 @@ class Towers(nn.Module):
                 self.items = nn.Embedding(items, dim)
                 nn.init.normal_(self.items.weight, std=dim**-0.5)
             if self.words is not None:
-                # As long as items: Adam moves all by the same, and long ones would turn slowly.
+                # The norm of items: Adam moves all vectors equally, so long ones would turn slowly.
                 nn.init.normal_(self.words.weight, std=dim**-0.5)
 
     def user(self, inputs: Inputs) -> Float[Tensor, "b n"]:
@@ -81,7 +80,7 @@ class Towers(nn.Module):
         return functional.normalize(self.mix(x), dim=1)
 
     def item(self, ids: Int[Tensor, " m"] | None = None) -> Float[Tensor, "m n"]:
-        """Unit vectors of items, or of all of them that this rank has."""
+        """Unit vectors of these items, or of all items that this rank has."""
         return functional.normalize(self.items.weight if ids is None else self.items(ids), dim=1)
 
     def part(self) -> "Part":
@@ -90,12 +89,12 @@ class Towers(nn.Module):
         return Part(W if isinstance(self.items, Table) else W[rows], rows.start)
 
     def tables(self) -> dict[str, Table]:
-        """The split tables by name; none where every rank has all."""
+        """The split tables by name; empty if every rank has all rows."""
         return {name: part for name, part in self.named_modules() if isinstance(part, Table)}
 
 
 class Part:
-    """A range of the items as unit vectors, which are made where they are sliced."""
+    """A range of the items as unit vectors, normalised when they are sliced."""
 
     def __init__(self, rows: Tensor, first: int) -> None:
         self.rows, self.first = rows, first
@@ -108,17 +107,17 @@ class Part:
         return functional.normalize(self.rows[rows], dim=1)
 
     def blocks(self) -> Iterator[tuple[int, Float[Tensor, "m n"]]]:
-        """The vectors in slices, and where in the part each begins."""
+        """The vectors in slices, each with its first row in the part."""
         for at in range(0, len(self), BLOCK):
             yield at, self[at : at + BLOCK]
 
 
 class History(nn.Module):
-    """The items of a history, weighed by recency and content, and added up.
+    """The sum of the items of a history, weighted by recency and content.
 
-    An item's weight is a softmax over the history of b_j + e·q_h: j how long ago, e its vector,
-    q_h what head h looks for. e·q_h of all items is one small product, so that no (b, h, n) array
-    is made.
+    The weight of an item is a softmax over the history of b_j + e·q_h, with its position j, its
+    vector e and the query q_h of head h. e·q_h is computed for all items as one small product,
+    which avoids an array of shape (b, h, n).
     """
 
     def __init__(
@@ -132,28 +131,27 @@ class History(nn.Module):
         if table is None:
             nn.init.normal_(self.embedding.weight, std=dim**-0.5)
         self.recency = nn.Parameter(torch.zeros(heads, length))
-        # Stands for a history in which nothing is left, as after dropout: its direction would
-        # otherwise be 0/0, with a gradient to match.
+        # Replaces an empty history, as after dropout, whose direction would be 0/0.
         self.empty = nn.Parameter(torch.randn(dim) * dim**-0.5)
         self.queries = nn.Parameter(torch.zeros(dim, heads)) if pool == "attention" else None
 
     def forward(self, history: Int[Tensor, "b h"]) -> Float[Tensor, "b n"]:
-        """The weighed sum for each row; the learned vector for an empty history."""
+        """The weighted sum for each row; the learned vector for an empty history."""
         E, heads = self.embedding.weight, len(self.recency)
         if isinstance(self.embedding, Table):
             E, history = self.embedding.find(history)
         here = history >= 0
-        # Where there is none, any item with weight 0, but not the same everywhere: a gradient is
-        # added up item by item, and would wait for the one that comes most often.
+        # Padding gets weight 0. It points to different items, since the gradient is summed item by
+        # item, and one very frequent item would be slow.
         other = torch.arange(history.numel(), device=history.device).view_as(history) % len(E)
         ids = torch.where(here, history, other)
         score = self.recency[:, : history.shape[1]].expand(len(ids), -1, -1)
         if self.queries is not None:
-            # Not by an index: its gradient is added up by several threads in whatever order.
+            # Not by indexing: its gradient is summed by threads in no fixed order.
             sought = functional.embedding(ids, E @ self.queries)
             score = score + sought.mT * math.sqrt(E.shape[1])
-        # A softmax, in operations whose gradients do not depend on the number of threads; over
-        # nothing, in a row without any history, it is 0.
+        # A softmax from operations whose gradients do not depend on the number of threads; it is 0
+        # for an empty history.
         score = score.masked_fill(~here[:, None], -torch.inf)
         share = (score - score.detach().amax(2, keepdim=True).clamp_min(LEAST)).exp()
         weight = share / share.sum(2, keepdim=True).clamp_min(-1 / LEAST)
@@ -168,7 +166,7 @@ class History(nn.Module):
 
 
 class Mix(nn.Module):
-    """x + W₂ gelu(W₁ norm(x)), which begins as x."""
+    """x + W₂ gelu(W₁ norm(x)), initially x."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -179,8 +177,8 @@ class Mix(nn.Module):
         nn.init.zeros_(self.narrow.bias)
 
     def forward(self, x: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
-        """Mixed, around x itself."""
-        # Not by one operation: its gradient is added up in as many parts as there are threads.
+        """Add the MLP to x."""
+        # Not one operation: the gradient of its weight would depend on the number of threads.
         x = functional.layer_norm(x, x.shape[1:], eps=self.norm.eps)
         x = x * self.norm.weight + self.norm.bias
         mixed: Tensor = x + self.narrow(functional.gelu(self.wide(x)))

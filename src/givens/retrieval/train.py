@@ -1,12 +1,12 @@
-"""Towers, codebooks and rotation learned together (paper, section 3.2), in four phases.
+"""Train towers, codebooks and rotation together (paper, section 3.2), in four phases.
 
-    warm-up      the towers alone
-    collect      embeddings of items
-    warm start   of rotation and codebooks, by OPQ on them
-    joint        towers, codebooks and rotation: retrieval loss + weight · distortion
+    warm-up      train the towers alone
+    collect      embed a sample of the items
+    warm start   fit rotation and codebooks to them, by OPQ
+    joint        train towers, codebooks and rotation: retrieval loss + weight · distortion
 
-Both learning phases end with the step that did best on the validation users. The ranks of a process
-group train one model together, with the outcome of a single process: the first writes and measures.
+Both training phases keep the step with the best validation recall. The ranks of a process group
+train one model, with the results of a single process; the first rank writes the files.
 """
 
 import contextlib
@@ -32,19 +32,19 @@ from givens.retrieval.towers import Towers
 from givens.retrieval.trainer import Trainer
 from givens.storage import files
 
-# Saving takes at most this part of the time, unless it takes no time at all.
+# Saving takes at most this share of the time, but a save of under QUICK seconds is always allowed.
 SAVING, QUICK = 0.05, 0.5
 
-# The file of a folder that a run goes on from.
+# The file in a run's folder from which the run resumes.
 CHECKPOINT = "checkpoint.safetensors"
-# The folder in it for rows of split tables.
+# The folder in a run's folder for rows of split tables.
 TABLES = "tables"
 
 Tell = Callable[[Row], object]
 
 
 def ignore(value: object) -> None:
-    """Do nothing with a row or a step."""
+    """Ignore a row or a step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,11 @@ class Trained:
     towers: Towers
     quantizer: Quantizer
     start: Quantizer | None
-    """The index at the beginning of the joint phase; none if that was before this call."""
+    """The index at the start of the joint phase; None if that was before this call."""
     rows: list[Row]
-    """Of every evaluation on the validation users."""
+    """The rows of all evaluations on the validation users."""
     results: dict[str, Any]
-    """Of the test users: the index, exact search of decoded items, and full precision."""
+    """The metrics of the test users, by the index and by exact search."""
 
 
 def train(
@@ -73,21 +73,20 @@ def train(
     tell: Tell = ignore,
     progress: Callable[[int], object] = ignore,
 ) -> Trained:
-    """Train towers and index, and measure them on the test users.
+    """Train towers and index, and evaluate them on the test users.
 
     Args:
         log: the log to learn from.
         config: the options of the run.
-        folder: where checkpoints, metrics and results go; none for no files.
+        folder: the folder for checkpoints, metrics and results; None for no files.
         resume: whether to continue from the folder's checkpoint, if it has one.
         towers: from `warm_up` or `load_towers`, to continue from instead of the first phase.
-        start: the index that another run started with from these towers, instead of the third
-            phase.
-        device: where to train.
-        tell: called with the row of every evaluation on the validation users, on the first rank.
-        progress: called with the number of every step taken, on the first rank.
+        start: the start of the index in another run with these towers, instead of the third phase.
+        device: the device to train on.
+        tell: called on the first rank with the row of every evaluation on the validation users.
+        progress: called on the first rank with the number of every step.
     """
-    # Before the work: a missing package.
+    # A missing package raises before the work.
     import givens.export.faiss  # noqa: F401
 
     place = None if folder is None else folder / TABLES
@@ -110,7 +109,7 @@ def train(
             tell(row)
 
         _learn(trainer, evaluator, config.warmup, keep, progress)
-        # Without steps of the joint phase, the index stays as it starts.
+        # Without joint steps, the start is the index.
         has_index = config.steps > 0 or not config.after
         if state.step == config.warmup and not state.joint and has_index:
             trainer.begin_joint()
@@ -129,7 +128,7 @@ def train(
 def warm_up(
     log: Log, config: Config, *, device: torch.device | str = "cpu", tell: Tell = ignore
 ) -> dict[str, Tensor]:
-    """Run the first phase alone; gives its best towers, for runs that share them."""
+    """Run the first phase only; returns its best towers, for runs that share them."""
     state = State(log, config, device)
     _learn(*_prepare(state), config.warmup, tell)
     state.load_best()
@@ -145,7 +144,7 @@ def explore(
     start: Quantizer | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[list[Row], Quantizer | None]:
-    """Run the last two phases for the validation users alone: their rows, and the start."""
+    """Run the other phases without the test users; returns the rows, and the start of the index."""
     state = State(log, config, device, blank=True)
     state.start = start
     state.skip_warm_up(towers)
@@ -162,7 +161,7 @@ def explore(
 
 
 def _prepare(state: State) -> tuple[Trainer, Evaluator]:
-    """What trains a state and what measures it, on the same examples."""
+    """The trainer and the evaluator of a state, on the same examples."""
     c = state.config
     examples = open_examples(
         state.log,
@@ -182,7 +181,7 @@ def _learn(
     tell: Tell,
     progress: Callable[[int], object] = ignore,
 ) -> None:
-    """Take steps until this one, and evaluate now and then and at the end of a phase."""
+    """Take steps up to `until`, with evaluations at intervals and at the end of a phase."""
     state, c = trainer.state, trainer.state.config
     while state.step < until:
         trainer.advance()
@@ -194,7 +193,7 @@ def _learn(
 def _write_results(
     evaluator: Evaluator, quantizer: Quantizer, folder: Path | None
 ) -> dict[str, Any]:
-    """Measure the test users, and write the results and all they are made of into the folder."""
+    """Evaluate the test users, and write results, index, towers and users into the folder."""
     index, results = evaluator.test(quantizer)
     if folder is None:
         return results
@@ -222,7 +221,7 @@ def _write_results(
 
 
 class Saver:
-    """Saves the checkpoint and metrics of a run in its folder, where there is one."""
+    """Saves the checkpoint and metrics of a run in its folder, if it has one."""
 
     def __init__(self, state: State, folder: Path | None) -> None:
         self.state, self.folder = state, folder
@@ -231,13 +230,13 @@ class Saver:
             distributed.from_first(lambda: _clear(folder))
 
     def save_start(self) -> None:
-        """Save the index as it starts, to be compared with how it ends."""
+        """Save the start of the index, for reports."""
         start, folder = self.state.start, self.folder
         if folder is not None and start is not None:
             distributed.from_first(lambda: start.save(folder / "start.safetensors"))
 
     def save(self) -> None:
-        """Save, unless saving this often would take too much of the time."""
+        """Save the checkpoint and metrics, unless this would take too large a share of the time."""
         folder = self.folder
         if folder is None:
             return
@@ -258,7 +257,7 @@ class Saver:
 
 
 def _clear(folder: Path) -> None:
-    """Make a run's folder, without results of an earlier run, that would pass for those of this."""
+    """Create a run's folder, and remove the results of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     files.check_writable(folder / "metrics.jsonl")
     (folder / "results.json").unlink(missing_ok=True)
@@ -266,7 +265,7 @@ def _clear(folder: Path) -> None:
 
 @contextlib.contextmanager
 def open_board(folder: Path | None, step: int) -> Iterator[Tell]:
-    """Scalars for TensorBoard, where it is installed."""
+    """Write scalars for TensorBoard, if it is installed."""
     writer: Any = None
     if folder is not None:
         with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""The steps of both learning phases, and the start of the index between them."""
+"""The steps of both training phases, and the start of the index between them."""
 
 import math
 from typing import Any
@@ -20,34 +20,34 @@ from givens.retrieval.losses import hinge_loss, softmax_loss
 from givens.retrieval.state import Best, DivergedError, State
 from givens.rotation import random_rotation
 
-# Items of a split table that an index is fitted to post hoc: Faiss looks at no more.
+# Items of a split table that a post-hoc index is fitted to; Faiss samples no more.
 FITTED = 1 << 16
 
-# The rates rise over so many steps before they fall.
+# Steps of the linear warm-up of the rates.
 RAMP = 100
 
 
 class Trainer:
-    """Changes a state step by step. Among ranks every one takes the same steps."""
+    """Trains a state step by step; all ranks take the same steps."""
 
     def __init__(self, state: State, examples: Examples) -> None:
         self.state, self.examples = state, examples
-        # Where all items are candidates: a rank's part of them. One alone does without the list.
+        # The ids of all items, if all are candidates; without ranks the list is not needed.
         self.everything: Tensor | None = None
-        if state.config.negatives is None and not distributed.alone():
+        if state.config.negatives is None and not distributed.is_alone():
             self.everything = torch.arange(state.log.catalogue, device=state.device)
-        # Losses since the last evaluation; reading them waits for the device.
+        # Losses since the last evaluation; reading them synchronises with the device.
         self.pending: list[Tensor] = []
         self.replay = self._make_replay()
 
     @property
     def candidates(self) -> int:
-        """How many items a step compares."""
+        """The number of candidates in a step."""
         c = self.state.config
         return self.state.log.catalogue if c.negatives is None else c.batch + c.negatives
 
     def advance(self) -> None:
-        """Take one step: every rank works on its rows of the batch."""
+        """Take one step; every rank works on its rows of the batch."""
         state, c = self.state, self.state.config
         self.set_rates()
         mine, target = self.examples.draw(
@@ -66,7 +66,7 @@ class Trainer:
         target: Int[Tensor, " b"],
         drawn: Int[Tensor, " m"] | None,
     ) -> Float[Tensor, " 2"]:
-        """Learn from a rank's rows of a batch: the batch's retrieval loss and its distortion."""
+        """Train on a rank's rows of a batch; returns retrieval loss and distortion of the batch."""
         state = self.state
         users = state.towers.user(Inputs(history, words))
         retrieval, distortion = self.compute_losses(users, target, drawn)
@@ -88,10 +88,10 @@ class Trainer:
         target: Int[Tensor, " b"],
         drawn: Int[Tensor, " m"] | None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """The retrieval loss over candidates that the batch shares, and their distortion.
+        """This rank's share of the retrieval loss and of the distortion of the candidates.
 
-        Among ranks each has its rows of the batch, and its share of both. The candidates are of the
-        whole batch: a rank embeds a part of them, and all gather them.
+        The whole batch shares its candidates: each rank embeds a part of them, and all ranks gather
+        them.
         """
         state, c, mine = self.state, self.state.config, distributed.rows(len(target))
         ids, column, log_q, same = self.everything, target[mine], None, None
@@ -99,7 +99,7 @@ class Trainer:
             ids = torch.cat([target, drawn])
             column = torch.arange(len(target), device=state.device)[mine]
             same = target[mine, None] == ids
-            # How often an item is expected among the candidates.
+            # The expected count of each item among the candidates.
             often = c.batch * self.examples.popularity[ids] + len(drawn) / state.log.catalogue
             log_q = often.log()
         part = None if ids is None else ids[distributed.rows(self.candidates)]
@@ -118,7 +118,7 @@ class Trainer:
         return loss, distortion
 
     def set_rates(self) -> None:
-        """Set the learning rates of the step to come."""
+        """Set the learning rates of the next step."""
         factor = self.find_factor()
         for optimizer in self.state.optimizers:
             for group in optimizer.param_groups:
@@ -129,27 +129,27 @@ class Trainer:
                     group["lr"] = rate
 
     def find_factor(self) -> float:
-        """The part of the rates to take: in each phase up in a line, then down by a cosine."""
+        """The factor of the rates: in each phase a linear warm-up, then a cosine decay."""
         state, c = self.state, self.state.config
         first, length = (0, c.warmup) if state.step < c.warmup else (c.warmup, c.steps)
         at = state.step - first
         return min(1.0, (at + 1) / RAMP) * (1 + math.cos(math.pi * at / length)) / 2
 
     def take_losses(self) -> list[Float[Tensor, " 2"]]:
-        """The losses of all steps since the last call: retrieval and distortion.
+        """The retrieval losses and distortions of all steps since the last call.
 
-        Ranks make sure that they have the same index, and share how they use its codewords.
+        In the joint phase, ranks check that they have the same index, and average its usage.
         """
         if self.state.joint:
-            self._meet()
+            self._synchronise()
         losses, self.pending = self.pending, []
         return losses
 
     def begin_joint(self) -> None:
-        """Collect embeddings of items from the best towers, and start the index from them.
+        """Go back to the best towers, and start the index from a sample of their items.
 
-        Unless the state has a `start` already, which another run found from the same towers. Ranks
-        embed a part of the items each, and the first starts the index for all.
+        If the state has a `start` already, from another run with the same towers, it is used. Each
+        rank embeds a part of the sample, and the first rank fits the index for all.
         """
         state, c = self.state, self.state.config
         state.load_best()
@@ -168,10 +168,10 @@ class Trainer:
 
     @torch.no_grad()
     def collect(self, count: int) -> Float[Tensor, "N n"]:
-        """Embeddings of a uniform sample of so many items."""
+        """The embeddings of a uniform sample of items."""
         state, m = self.state, self.state.log.catalogue
         generator = np.random.default_rng(state.config.seed)
-        # A permutation of a large catalogue takes long.
+        # A permutation of a large catalogue is slow.
         few = bool(state.tables) and count < m
         drawn = generator.choice(m, count, replace=False) if few else generator.permutation(m)
         ids = torch.from_numpy(np.sort(drawn[:count])).to(state.device)
@@ -190,7 +190,7 @@ class Trainer:
 
     @torch.no_grad()
     def finish(self) -> Quantizer:
-        """Go back to the best step; gives its index, or one that is fitted post hoc."""
+        """Go back to the best step; returns its index, or one that is fitted post-hoc."""
         state, c = self.state, self.state.config
         state.load_best()
         if state.joint:
@@ -199,8 +199,8 @@ class Trainer:
         return distributed.from_first(lambda: fit_after(items, c)).to(state.device)
 
     def check_ranks(self) -> None:
-        """Refuse ranks that would not train the same model on the same draws."""
-        if distributed.alone():
+        """Raise if ranks would not train the same model on the same draws."""
+        if distributed.is_alone():
             return
         state = self.state
         _, drawn = self.examples.draw(state.step, state.config.batch)
@@ -217,9 +217,10 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _meet(self) -> None:
+    def _synchronise(self) -> None:
+        """Average the usage of codewords over ranks, and check that their indexes are equal."""
         layer, mine = self.state.layer, distributed.rows(self.candidates)
-        # A moving average of means: that over all is the mean of those over parts.
+        # Usage is a moving average of means, so the one over all is the mean over ranks.
         layer.usage.copy_(
             distributed.sum_ranks(
                 distributed.share(layer.usage, mine.stop - mine.start, self.candidates)
@@ -228,16 +229,16 @@ class Trainer:
         distributed.check_same(
             "R and codebooks",
             [layer.rotation.matrix, layer.codebooks],
-            "train on machines of one kind, or go on from the last checkpoint",
+            "train on machines of one kind, or continue from the last checkpoint",
         )
 
     def _make_replay(self) -> Replay | None:
-        """What captures a step as a CUDA graph, where that is possible."""
+        """The capture of a step as a CUDA graph, or None if it is not possible."""
         return Replay(self.state.device) if self.state.capturable else None
 
 
 def start_index(layer: IndexLayer, sample: Float[Tensor, "N n"], config: Config) -> None:
-    """Set R by OPQ, to the identity or at random, and fit codebooks to it."""
+    """Start the index: R by OPQ, the identity or at random, with codebooks fitted to it."""
     if config.start == "opq":
         layer.warm_start(sample, config.iterations, seed=config.seed)
         return
@@ -254,7 +255,7 @@ def start_index(layer: IndexLayer, sample: Float[Tensor, "N n"], config: Config)
 
 
 def fit_after(items: Float[Tensor, "N n"], config: Config) -> Quantizer:
-    """The index that Faiss's OPQ or `givens.fit` makes of items that are trained."""
+    """The post-hoc index of trained items, by Faiss's OPQ or `givens.fit`."""
     c = config
     if c.method == "post-hoc-fit":
         how: dict[str, Any] = {"codewords": c.codewords, "coarse": c.coarse, "seed": c.seed}
@@ -267,11 +268,11 @@ def fit_after(items: Float[Tensor, "N n"], config: Config) -> Quantizer:
 def decode_fixed(
     layer: IndexLayer, codes: Codes, ids: Int[Tensor, " m"] | None
 ) -> Float[Tensor, "m n"]:
-    """Items as their codes stand for them, with gradients to codebooks and centroids."""
+    """Items decoded from fixed codes, with gradients to codebooks and centroids."""
     D, K, w = layer.codebooks.shape
     fine = codes.fine if ids is None else codes.fine[ids]
     places = fine.long() + K * torch.arange(D, device=fine.device)
-    # Not by an index: its gradient is added up by several threads in whatever order.
+    # Not by indexing: its gradient is summed by threads in no fixed order.
     Y = functional.embedding(places, layer.codebooks.view(D * K, w)).flatten(1)
     if layer.coarse is not None and codes.coarse is not None:
         Y = Y + functional.embedding(
@@ -282,7 +283,7 @@ def decode_fixed(
 
 
 def check_finite(step: int, losses: list[Float[Tensor, " 2"]]) -> None:
-    """Refuse losses that are not finite; `step` is that of the first of them."""
+    """Raise if a loss is not finite; `step` is the number of the first one."""
     table = torch.stack(losses).cpu()
     bad = (~table.isfinite().all(1)).nonzero()
     if len(bad):
