@@ -509,6 +509,23 @@ def test_an_address_where_nobody_is(folder):
     assert not {"i.faiss", "i.faiss.parts"} & set(names(folder))
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(Exception("The node timed out.\nAnd more."), "The node timed out."), (OSError(), "OSError")],
+)
+def test_a_ray_that_does_not_start(folder, monkeypatch, error, told):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fail)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    before = names(folder)
+    done = main_in_process(["build", "q.safetensors", "x", "-o", "i.faiss", "--engine", "ray"])
+    assert (done.code, done.error) == (1, f"givens: Ray does not start here: {told}\n")
+    assert names(folder) == before
+
+
 def test_without_ray_it_says_what_to_install(folder):
     hide = "import sys; sys.modules['ray'] = None; from givens.cli import main; main()"
     build = ["build", "q.safetensors", "x", "-o", "i.faiss", "--engine", "ray"]

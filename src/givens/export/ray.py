@@ -97,9 +97,12 @@ def _connect(address: str | None, workers: int | None) -> Iterator[None]:
             )
         else:
             ray.init(address=address, **quiet)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:
+        # Ray raises a bare Exception if it takes too long to start; what it started is stopped.
+        ray.shutdown()
         where = "does not start here" if address is None else f"does not answer at {address}"
-        raise ConnectionError(f"Ray {where}: {str(error).strip().splitlines()[0]}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConnectionError(f"Ray {where}: {reason}") from error
     try:
         yield
     finally:
