@@ -8,8 +8,8 @@ import scipy.sparse
 import torch
 
 import givens
-from givens import checks
-from givens.export.faiss import fit_opq, to_faiss
+from givens import checks, search
+from givens.export.faiss import fit_opq, from_faiss, to_faiss
 from givens.export.source import FAR
 from givens.fixed.fit import Progress
 from givens.kmeans import kmeans
@@ -150,6 +150,16 @@ def test_numbers_of_any_library_are_taken():
         init="identity",
     )
     assert torch.equal(p.codebooks, q.codebooks)
+    assert torch.equal(givens.random_pairs(n, 3), givens.random_pairs(np.int64(n), np.uint64(3)))
+    R = givens.random_rotation(n, 3)
+    assert torch.equal(R, givens.random_rotation(np.int32(n), np.int64(3)))
+    weights = []
+    for lr, turns, seed in ((0.1, 4, 3), (np.float32(0.1), np.int64(4), np.uint8(3))):
+        W = torch.nn.Parameter(R.clone())
+        W.grad = X[:n].clone()
+        givens.GCD([W], lr, turns=turns, pairing="random", seed=seed).step()
+        weights.append(W.detach())
+    torch.testing.assert_close(*weights)
 
 
 def codes(fine, coarse=None):
@@ -157,7 +167,20 @@ def codes(fine, coarse=None):
 
 
 FINE = torch.zeros(2, D, dtype=torch.uint8)
+# Only the last code is wrong.
+LATE = torch.tensor([[0] * D, [0] * (D - 1) + [16]])
+FOUND = torch.zeros(200, 2, dtype=torch.int64)
 NAN, INF, HUGE = math.nan, math.inf, 10**30
+WHOLE = torch.ones(n, n, dtype=torch.int64)
+
+
+PLANE, ANGLE = torch.tensor([[0, 1]]), torch.ones(1)
+
+
+def turn(R=X[:n], pairs=PLANE, theta=ANGLE):
+    return givens.rotate_pairs_(R, pairs, theta)
+
+
 BAD = [
     (lambda: givens.fit([["a"] * n]), "x must hold real numbers, but got <U1"),
     (lambda: givens.fit([[0.0] * n, [0.0]]), "x must have vectors of one length, but row 0 has"),
@@ -273,6 +296,25 @@ BAD = [
         lambda: LISTS.decode(codes(FINE, [0])),
         r"coarse codes must have shape \(2,\), but got",
     ),
+    (
+        lambda: PQ.decode(codes((FINE + 16).to(torch.uint16))),
+        r"codes must be in 0\.\.15, but got 16",
+    ),
+    (lambda: PQ.decode(Codes(FINE.numpy())), "codes must be a dense tensor, but got ndarray"),
+    (
+        lambda: LISTS.decode(Codes(FINE, [0, 0])),
+        "coarse codes must be a dense tensor, but got list",
+    ),
+    (lambda: PQ.to(torch.float64), "device must be a device or its name, but got torch.float64"),
+    (lambda: givens.Quantizer(np.eye(n), PQ.codebooks), "rotation must be a dense tensor, but got"),
+    (
+        lambda: givens.Quantizer(PQ.rotation, PQ.codebooks.numpy()),
+        "codebooks must be a dense tensor, but got ndarray",
+    ),
+    (
+        lambda: givens.Quantizer(PQ.rotation, PQ.codebooks, [[0.0] * n]),
+        "coarse must be a dense tensor, but got list",
+    ),
     (lambda: to_faiss(PQ, {0: X}), "vectors must be a tensor, an array, lists of .* but got dict"),
     (lambda: to_faiss(PQ, X + 0j), "vectors must hold real numbers, but got torch.complex64"),
     (lambda: to_faiss(PQ, X.numpy().astype("S")), "vectors must hold real numbers"),
@@ -281,6 +323,16 @@ BAD = [
     (lambda: to_faiss(PQ, X, ids=[0.5] * 200), "ids must be 200 integers, one for each vector"),
     (lambda: to_faiss(PQ, X, ids=[-1, *range(199)]), "ids must not be negative, but got -1"),
     (lambda: to_faiss(PQ, X, ids=[0] * 200), "ids must differ, but some come more than once"),
+    (
+        lambda: to_faiss(PQ, codes(FINE), kind="hnswpq"),
+        "codes must go into an index of kind 'pq' or 'ivfpq', without ids or refine",
+    ),
+    (lambda: to_faiss(PQ, codes(FINE), refine=True), "codes must go into an index of kind 'pq'"),
+    (lambda: to_faiss(PQ, codes(FINE), ids=[1, 2]), "codes must go into an index of kind 'pq'"),
+    (lambda: to_faiss(PQ, codes(LATE)), r"codes must be in 0\.\.15, but got 0 to 16"),
+    (lambda: to_faiss(LISTS, codes(FINE, [0, 4])), r"coarse codes must be in 0\.\.3, but got 0"),
+    (lambda: from_faiss(None), "index must be a Faiss index, but got NoneType"),
+    (lambda: from_faiss("index.faiss"), "index must be a Faiss index, but got str"),
     (lambda: to_faiss(PQ, ids=[0]), "ids must come with vectors, but got no vectors"),
     (lambda: to_faiss(PQ, kind="hnsw"), "kind must be one of 'pq', 'ivfpq'"),
     (lambda: to_faiss(PQ, kind="ivfpq"), "kind 'ivfpq' needs a quantizer with coarse centroids"),
@@ -299,6 +351,44 @@ BAD = [
         "decay must be finite, at least 0, but got",
     ),
     (lambda: givens.IndexLayer(n, D, decay="1"), "decay must be a number, but got decay='1'"),
+    (lambda: layer()(X.numpy()), "x must be a dense tensor, but got ndarray"),
+    (lambda: layer()(X.to_sparse()), "x must be a dense tensor, but got a torch.sparse_coo"),
+    (lambda: layer().warm_start(X.tolist()), "sample must be a dense tensor, but got list"),
+    (lambda: layer().revive(None), "sample must be a dense tensor, but got NoneType"),
+    (lambda: layer().start_from("q.safetensors"), "q must be a Quantizer, but got str"),
+    (lambda: givens.ground_truth(X, X, 2.5), "k must be an integer, but got k=2.5"),
+    (lambda: givens.ground_truth(X, X, True), "k must be an integer, but got k=True"),
+    (lambda: givens.ground_truth(X, X, 201), r"k must be in 1\.\.200, the number of vectors"),
+    (lambda: givens.recall(FOUND, FOUND, 0.5), "k must be an integer, but got k=0.5"),
+    (lambda: givens.recall([[1], [1, 2]], FOUND), "found must be ids of shape .*, but its rows"),
+    (lambda: search.rerank(FOUND, X, X, 1, "dot"), "metric must be one of 'l2', 'ip', 'cosine'"),
+    (lambda: search.rerank(FOUND, X, X, -1), r"k must be in 1\.\.2, the columns of candidates"),
+    (lambda: search.rerank(FOUND, X, X[:9], 1), "candidates must have a row for each of the 9"),
+    (lambda: search.rerank(FOUND, X[:, 1:], X, 1), r"queries must have shape \(N, 15\), but got"),
+    (lambda: search.rerank(FOUND, X / 0, X, 1), "x must be finite, but row 0 has NaN or infinite"),
+    (lambda: search.rerank(FOUND, X, X / 0, 1), "queries must be finite, but row 0 has NaN or inf"),
+    (lambda: search.rerank(FOUND, X, X, 1, ids=[]), "ids must be 200 integers, one for each vec"),
+    (lambda: givens.Rotation(2.5), "dim must be an integer, but got dim=2.5"),
+    (lambda: givens.Rotation(True), "dim must be an integer, but got dim=True"),
+    (lambda: givens.Rotation(n, np.eye(n)), "matrix must be a dense tensor, but got ndarray"),
+    (lambda: givens.random_rotation(0), "dim must be at least 1, but got dim=0"),
+    (lambda: givens.random_rotation(n, 0.5), "seed must be an integer, but got seed=0.5"),
+    (lambda: givens.random_rotation(n, -1), "seed must be in 0..2⁶²−1, but got seed=-1"),
+    (lambda: givens.random_pairs(2.5), "n must be an integer, but got n=2.5"),
+    (lambda: givens.random_pairs(n, 0.5), "seed must be an integer, but got seed=0.5"),
+    (lambda: givens.greedy_pairs(np.eye(n)), "A must be a dense tensor, but got ndarray"),
+    (lambda: givens.greedy_pairs(WHOLE), "A must hold floating-point numbers, but got torch.int64"),
+    (lambda: givens.steepest_pairs(WHOLE > 0), "A must hold floating-point numbers, but got"),
+    (lambda: givens.project(np.eye(n)), "R must be a dense tensor, but got ndarray"),
+    (lambda: givens.project(WHOLE), "R must hold floating-point numbers, but got torch.int64"),
+    (lambda: givens.project(WHOLE[:0, :0].float()), r"R must hold .* of shape \(0, 0\)"),
+    (lambda: givens.orthogonality_error([[1.0]]), "R must be a dense tensor, but got list"),
+    (lambda: givens.skew_gradient(X[:n], X[:n].numpy()), "G must be a dense tensor, but got"),
+    (lambda: turn(pairs=[[0, 1]]), "pairs must be a dense tensor, but got list"),
+    (lambda: turn(theta=0.1), "theta must be a dense tensor, but got float"),
+    (lambda: turn(pairs=torch.tensor([[0.0, 1.0]])), "R must hold floats and pairs integers, but"),
+    (lambda: turn(R=WHOLE, theta=torch.tensor([1])), "R must hold floats and pairs integers, but"),
+    (lambda: turn(theta=torch.tensor([NAN])), "theta must be finite, but has NaN or infinite ang"),
     (lambda: layer()(X * 1e20), r"x must be no longer than 1e\+14 to be compared in float32"),
     (lambda: layer("cosine")(X * 1e-20), r"x must have length 0 or 1e-12 to 1e\+14"),
     (lambda: layer().warm_start(X, 0), "iterations must be at least 1, but got iterations=0"),

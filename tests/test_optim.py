@@ -127,6 +127,59 @@ def test_resumed_run_goes_on_bit_for_bit(pairing, adapt):
     assert torch.equal(W, U)
 
 
+def spoil(optimizer, name, value):
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0][name] = value
+    return state
+
+
+def of_another_optimizer(state, **changes):
+    """The state dict with other contents of its only group."""
+    group = {"lr": 0.1, "params": [0], **changes}
+    return {"state": state, "param_groups": [group]}
+
+
+def trained(pairing, adapt, stack=0):
+    W = parameter(6, stack=stack)
+    optimizer = givens.GCD([W], pairing=pairing, adapt=adapt)
+    descend(W, optimizer, 2)
+    return optimizer
+
+
+STATES = [
+    (lambda o: trained("random", "adam", 2).state_dict(), r"\(3, 6, 6\) matrix, but scale"),
+    (lambda o: trained("random", "adagrad").state_dict(), r"\(3, 6, 6\) matrix, but scale"),
+    (lambda o: trained("greedy", "adam", 2).state_dict(), r"\(3, 6, 6\) matrix, but planes"),
+    (lambda o: spoil(o, "foresight", torch.zeros(2, 2)), r"\(3, 6, 6\) matrix, but foresight"),
+    (lambda o: spoil(o, "foresight", torch.zeros(())), "foresight has shape"),
+    (lambda o: spoil(o, "planes", None), "planes of a state must be a tensor, but got NoneType"),
+    (lambda o: spoil(o, "ambient", torch.full((3, 6, 6), float("nan"))), "state must be finite"),
+    (lambda o: spoil(o, "step", None), "step of a state must be in 0..2³¹−1, but got None"),
+    (lambda o: spoil(o, "step", float("nan")), "step of a state must be in 0..2³¹−1, but got nan"),
+    (lambda o: spoil(o, "step", 2.5), "step of a state must be in 0..2³¹−1, but got 2.5"),
+    (lambda o: spoil(o, "skipped", -1), "skipped of a state must be in 0..2³¹−1, but got -1"),
+    (lambda o: spoil(o, "step", torch.ones(2)), "step of a state must be in"),
+    (lambda o: of_another_optimizer({}), "state_dict must be of a GCD, but .* has no pairing"),
+    (lambda o: {**o.state_dict(), "state": {"0": {}}}, "but has a state of '0'"),
+]
+
+
+@pytest.mark.parametrize(("state", "message"), STATES, ids=[f"{i}" for i in range(len(STATES))])
+def test_a_state_that_would_do_damage_is_refused(state, message):
+    """The compiled loops check no bounds."""
+    optimizer = trained("greedy", "adam", 3)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state(optimizer))
+
+
+def test_half_of_a_state_is_refused():
+    optimizer = trained("greedy", "adam")
+    state = optimizer.state_dict()
+    del state["state"][0]["ambient"]
+    with pytest.raises(ValueError, match="but has no ambient"):
+        optimizer.load_state_dict(state)
+
+
 def test_state_of_a_gpu_goes_on_here():
     """There the step is a tensor, and steps that were skipped are counted."""
     W, V = parameter(6), parameter(6)
@@ -355,6 +408,17 @@ def test_transposed_parameter_and_gradient(backend):
                 M.grad = target(M).T.contiguous().T
                 optimizer.step()
     torch.testing.assert_close(W, V)
+
+
+def test_rounding_of_many_random_pairings_does_not_build_up():
+    W = parameter(32, dtype=torch.float32)
+    optimizer = givens.GCD([W], 10.0, pairing="random", turns="all")
+    noise, most = torch.randn(64, 32, 32), 0.0
+    for step in range(1000):
+        W.grad = noise[step % 64]
+        optimizer.step()
+        most = max(most, givens.orthogonality_error(W))
+    assert most < 2e-6
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

@@ -198,6 +198,10 @@ def test_candidates_ranked_again_are_the_best_of_them(metric):
     for ids in (None, names):
         asked = candidates if ids is None else np.where(candidates < 0, -1, ids[candidates])
         best = search.rerank(asked, torch.from_numpy(x), queries, 8, metric, ids=ids)
+        listed = search.rerank(
+            asked.tolist(), x.tolist(), torch.from_numpy(queries), 8, metric, ids=ids
+        )
+        assert np.array_equal(best.ids, listed.ids)
         for row, mine in enumerate(best.ids):
             wanted = [i for i in order[row] if i in candidates[row]][:8]
             wanted = wanted if ids is None else ids[wanted]
@@ -209,7 +213,7 @@ def test_candidates_that_are_no_vectors():
     x = np.ones((5, 2), np.float32)
     with pytest.raises(ValueError, match="candidates must be ids of x"):
         search.rerank(np.array([[1, 5]]), x, x[:1], 1)
-    with pytest.raises(ValueError, match=r"candidates must have shape \(1, at least 3\)"):
+    with pytest.raises(ValueError, match=r"k must be in 1\.\.2, the columns of candidates"):
         search.rerank(np.array([[1, 2]]), x, x[:1], 3)
 
 

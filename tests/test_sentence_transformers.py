@@ -1,5 +1,6 @@
 """The index inside real sentence-transformers models, small and new, without a network."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -453,6 +454,13 @@ def mnrl(model):
             ValueError,
             r"must have the parts \['adam', 'gcd'\], but got \[\]",
         ),
+        (
+            lambda: IndexOptimizer(IndexLoss(m := with_index(), mnrl(m))).add_param_group(
+                {"params": [torch.nn.Parameter(torch.ones(3))]}
+            ),
+            ValueError,
+            "IndexOptimizer takes its parameters from its loss, and no further group",
+        ),
         (lambda: WarmStart(TEXTS, -1), ValueError, "step must be at least 0"),
     ],
 )
@@ -460,6 +468,18 @@ def test_bad_input_is_refused_in_one_line(call, error, message, unchecked):
     with pytest.raises(error, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_a_copy_of_the_optimizer_trains_the_copy_of_the_model():
+    model = warm_model()
+    loss = IndexLoss(model, mnrl(model))
+    copied, optimizer = copy.deepcopy((loss, IndexOptimizer(loss)))
+    before = copied.index.layer.rotation.matrix.detach().clone()
+    sum(copied(features(copied.model)).values()).backward()
+    optimizer.step()
+    assert not torch.equal(copied.index.layer.rotation.matrix.detach(), before)
+    assert torch.equal(loss.index.layer.rotation.matrix.detach(), before)
+    assert optimizer.param_groups[-1] is optimizer.parts["gcd"].param_groups[0]
 
 
 def test_truncation_after_the_index_is_refused():

@@ -113,6 +113,24 @@ def test_saved_and_loaded_it_is_the_same(made, kind, tmp_path):
         Tokenizer.load(path)
 
 
+def test_any_integers_are_tokens(made):
+    for kind in KINDS:
+        codes = made[kind].encode(data())
+        if max(made[kind].sizes) <= 256:
+            assert torch.equal(made[kind].decode(codes.byte()), made[kind].decode(codes))
+        assert torch.equal(made[kind].decode(codes.int()), made[kind].decode(codes))
+
+
+def test_numbers_that_are_no_integers_are_no_ids(tmp_path):
+    np.save(tmp_path / "ids.npy", np.array([[1.5, 2.0]]))
+    with pytest.raises(ValueError, match="holds no IDs: its tokens are float64, not integers"):
+        Ids.load(tmp_path / "ids.npy")
+
+
+def test_every_seed_is_taken_with_stages():
+    assert tokens.fit(data(), 2, 8, (3, 3), seed=(1 << 62) - 1).sizes == [3, 3, 8, 8]
+
+
 def test_a_quantizer_file_is_a_tokenizer(tmp_path):
     q = givens.fit(data(), 3, codewords=8)
     q.save(tmp_path / "q.safetensors")
@@ -203,6 +221,7 @@ def test_a_parquet_file_is_plain(tmp_path):
 
 
 OLD = Ids(np.array(["a", "b"], object), np.array([[0, 0], [1, 1]]))
+TOKENIZER = Tokenizer([torch.eye(2)], None)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -214,11 +233,32 @@ OLD = Ids(np.array(["a", "b"], object), np.array([[0, 0], [1, 1]]))
         (lambda: tokens.fit(data(), 5), "dim must be divisible by subspaces"),
         (lambda: tokens.fit(data(), 2, stages=(601,)), r"stages must be in 1\.\.600"),
         (lambda: tokens.fit(data(), 2, stages=(0,)), r"stages must be in 1\.\.600"),
-        (lambda: tokens.fit(data(), 2, metric="ip"), "metric must be 'l2' or 'cosine'"),
+        (lambda: tokens.fit(data(), 2, stages=(2.5,)), "stages must be an integer, but got"),
+        (lambda: tokens.fit(data(), 2, stages="4,4"), "stages must be a sequence of sizes, but"),
+        (lambda: tokens.fit(data(), 2, stages=4), "stages must be a sequence of sizes, but got 4"),
+        (lambda: tokens.fit(data(), 2, sample=-1), "sample must be at least 0, but got sample=-1"),
+        (lambda: tokens.fit(data(), 2, sample=True), "sample must be an integer, but got"),
+        (lambda: tokens.fit(data() + 0j, 2), "x must hold real numbers, but got torch.complex64"),
+        (lambda: TOKENIZER.encode(data()[:, :2] + 0j), "x must hold real numbers, but got torch.c"),
+        (lambda: TOKENIZER.encode(data()[:, :2] * 1e18), r"x must be no longer than 1e\+14"),
+        (lambda: TOKENIZER.encode(data()[:0, :2]), "x must have at least one vector, but got 0"),
+        (lambda: TOKENIZER.decode(torch.zeros(2, 1)), "tokens must be integers, but got torch.flo"),
+        (lambda: TOKENIZER.decode([[0]]), "tokens must be a dense tensor, but got list"),
+        (lambda: Tokenizer([np.eye(2)], None), "stages must be a dense tensor, but got ndarray"),
+        (lambda: Tokenizer([torch.eye(2).double()], None), "float32, but got torch.float64"),
+        (lambda: Tokenizer([torch.ones(0, 2)], None), r"stages must be of shape \(L, 2\), but got"),
+        (lambda: assign(np.zeros((2, 2))), "codes must be a dense tensor, but got ndarray"),
+        (lambda: Ids(np.arange(2), np.array([[1], [1 << 31]])), "tokens must be in 0..2³¹−1, but"),
+        (
+            lambda: Ids(np.arange(2), np.array([[1], [-1]])),
+            "tokens must be in 0..2³¹−1, but got -1",
+        ),
+        (lambda: OLD.save("ids.csv"), "ids.csv must end in .parquet or .npy"),
+        (lambda: tokens.fit(data(), 2, metric="ip"), "metric must be one of 'l2', 'cosine'"),
         (lambda: tokens.fit(data() / 0, 2, stages=(3,)), "row 0 has NaN"),
         (lambda: tokens.fit(data()[0], 2), r"x must have shape \(N, n\)"),
         (lambda: Tokenizer((), None), "neither"),
-        (lambda: Tokenizer([torch.eye(2), torch.eye(3)], None), "finite and of shape"),
+        (lambda: Tokenizer([torch.eye(2), torch.eye(3)], None), "stages must be of shape"),
         (lambda: Tokenizer([torch.eye(2)], None).encode(data()), r"x must have shape \(N, 2\)"),
         (lambda: Tokenizer([torch.eye(2)], None).encode(torch.ones(2, 2) / 0), "row 0"),
         (lambda: Tokenizer([torch.eye(2)], None).decode(torch.tensor([[2]])), "from 0 to below"),
@@ -236,5 +276,5 @@ OLD = Ids(np.array(["a", "b"], object), np.array([[0, 0], [1, 1]]))
     ],
 )
 def test_what_cannot_be_is_refused(refused, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         refused()

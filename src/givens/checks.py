@@ -78,6 +78,13 @@ def check_table(name: str, x: Any, dim: int | None = None) -> None:
         raise TypeError(f"{name} must hold real numbers, but got {x.dtype}")
 
 
+def check_tensor(name: str, x: Any) -> None:
+    """Raise unless x is a dense tensor."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        got = f"a {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be a dense tensor, but got {got}")
+
+
 def check_lengths(
     name: str,
     x: Tensor,
@@ -141,14 +148,20 @@ def check_scale(name: str, longest: float) -> None:
         )
 
 
-def check_whole(name: str, value: Any, least: int, most: int = MOST) -> int:
-    """Return an integer in least..most, given in any integer type; bool and float raise."""
+def check_integer(name: str, value: Any) -> int:
+    """Return an integer, given in any integer type; bool and float raise."""
     try:
         number = operator.index(value)
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
         raise TypeError(f"{name} must be an integer, but got {name}={_show(value)}")
+    return number
+
+
+def check_whole(name: str, value: Any, least: int, most: int = MOST) -> int:
+    """Return an integer in least..most."""
+    number = check_integer(name, value)
     if not least <= number <= most:
         rule = f"at least {least}" if most == MOST and number < least else f"in {least}..{most}"
         raise ValueError(f"{name} must be {rule}, but got {name}={_show(value)}")

@@ -23,9 +23,11 @@ from torch.optim import Optimizer
 
 from givens import kernels, pairing
 from givens.options import (
+    OPTIONS,
     Adapt,
     Options,
     check_gradient,
+    check_group,
     check_layout,
     check_matrix,
     check_options,
@@ -45,9 +47,6 @@ from givens.rotation import (
     turn_by_exponential_,
     turn_rows_,
 )
-
-# Options that are checked again when one of them has changed.
-OPTIONS = ("pairing", "turns", "adapt", "betas", "exact", "seed", "maximize")
 
 
 class GCD(Optimizer):
@@ -130,9 +129,14 @@ class GCD(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a state, which may have been saved on another device."""
+        for group in state["param_groups"]:
+            check_group(group)
         for W, saved in state["state"].items():
-            if isinstance(W, Tensor):
-                check_state(saved, W)
+            if not isinstance(W, Tensor):
+                raise ValueError(
+                    f"state_dict must number the parameters of its groups, but has a state of {W!r}"
+                )
+            check_state(saved, W)
         super().__setstate__(state)
         self._workspaces, self._checked = {}, {}
         for W, saved in self.state.items():

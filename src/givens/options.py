@@ -4,6 +4,7 @@ Whatever passes these checks keeps a rotation a rotation.
 """
 
 import math
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -20,6 +21,10 @@ TURNS, MOST_TURNS = 16, 64
 # With many pairings per step, rounding errors are corrected at every second step; with more than
 # TIDY_ALWAYS pairings, at every step.
 TIDY_OFTEN, TIDY_ALWAYS = 2, 32
+# What a parameter group holds besides the matrices and the rate.
+OPTIONS = ("pairing", "turns", "adapt", "betas", "exact", "seed", "maximize")
+# The parts of a state that has statistics for every plane; one is of no use without the others.
+BY_PLANE = ("planes", "ambient", "foresight")
 # Up to this many axes "all" turns plane after plane, beyond it by matrix products.
 FEW_AXES = 64
 
@@ -64,7 +69,7 @@ class Options(NamedTuple):
     @property
     def tidy_every(self) -> int:
         """Steps between two corrections of rounding errors in W."""
-        if not self.by_plane or self.turns == 1:
+        if self.turns == 1:
             return kernels.TIDY_EVERY
         return 1 if self.turns > TIDY_ALWAYS else TIDY_OFTEN
 
@@ -90,15 +95,15 @@ def options_for(group: dict[str, Any], W: Tensor, stream: int) -> Options:
     every, turns = max(W.shape[-1] - 1, 1), group["turns"]
     all_planes = turns == "all" or 1 < every <= turns
     return Options(
-        lr=group["lr"],
+        lr=group["lr"] if isinstance(group["lr"], Tensor) else float(group["lr"]),
         sign=1 if group["maximize"] else -1,
         pairing=group["pairing"],
-        turns=every if all_planes else min(turns, every),
+        turns=every if all_planes else min(int(turns), every),
         all_planes=all_planes,
         adapt=group["adapt"],
         betas=tuple(group["betas"]),
         exact=group["exact"],
-        seed=group["seed"],
+        seed=int(group["seed"]),
         stream=stream,
     )
 
@@ -123,7 +128,7 @@ def check_options(group: dict[str, Any]) -> None:
     if not _are_betas(group["betas"]):
         raise ValueError(f"betas must be two numbers in [0, 1), but got {group['betas']!r}")
     seed = group["seed"]
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 1 << 63:
         raise ValueError(f"seed must be in 0..2⁶³−1, but got seed={seed!r}")
     for flag in ("exact", "maximize"):
         if not isinstance(group[flag], bool):
@@ -132,7 +137,7 @@ def check_options(group: dict[str, Any]) -> None:
 
 def check_rate(lr: float | Tensor, *, wait: bool) -> None:
     """Refuse a rate that would damage R; a rate on a GPU is only read with `wait`."""
-    if isinstance(lr, bool) or not isinstance(lr, (int, float, Tensor)):
+    if isinstance(lr, bool) or not isinstance(lr, (Real, Tensor)):
         raise ValueError(f"lr must be a number or a tensor of one, but got lr={lr!r}")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must be a tensor of one number, but got shape {tuple(lr.shape)}")
@@ -175,22 +180,50 @@ def check_layout(W: Tensor, G: Tensor, state: dict[str, Any]) -> None:
 
 def check_state(state: dict[str, Any], W: Tensor) -> None:
     """Refuse a state that would damage W."""
-    check_shapes(state, W)
     for name, value in state.items():
-        if isinstance(value, Tensor) and not value.isfinite().all():
-            raise ValueError(f"the state must be finite, but {name} has NaN or infinite entries")
-        if name in ("step", "skipped") and not 0 <= int(value) < 1 << 31:
-            raise ValueError(f"{name} of a state must be in 0..2³¹−1, but got {int(value)}")
+        if name in ("step", "skipped"):
+            if not _is_count(value):
+                raise ValueError(f"{name} of a state must be in 0..2³¹−1, but got {value!r}")
+        elif isinstance(value, Tensor):
+            if not value.isfinite().all():
+                raise ValueError(
+                    f"the state must be finite, but {name} has NaN or infinite entries"
+                )
+        elif name in (*BY_PLANE, "momentum", "scale"):
+            raise ValueError(f"{name} of a state must be a tensor, but got {type(value).__name__}")
+    known = [name for name in BY_PLANE if name in state]
+    if known and len(known) < len(BY_PLANE):
+        missing = next(name for name in BY_PLANE if name not in state)
+        raise ValueError(f"the state must have all of {', '.join(BY_PLANE)}, but has no {missing}")
+    check_shapes(state, W)
 
 
 def check_shapes(state: dict[str, Any], W: Tensor) -> None:
-    """Refuse the state of another matrix."""
-    for name in ("planes", "ambient", "momentum"):
-        if name in state and state[name].shape != W.shape:
+    """Refuse the state of another matrix: the compiled loops do not check any bounds."""
+    count = 1 if W.ndim == 2 else len(W)
+    shapes = dict.fromkeys(("planes", "ambient", "momentum"), W.shape)
+    for name, shape in {**shapes, "foresight": (count, 2), "scale": (count,)}.items():
+        if name in state and state[name].shape != shape:
             raise ValueError(
                 f"the state must be of a {tuple(W.shape)} matrix, but {name} has shape "
                 f"{tuple(state[name].shape)}; make a new GCD for another matrix"
             )
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Refuse the parameter group of another optimizer."""
+    missing = [name for name in ("lr", *OPTIONS) if name not in group]
+    if missing:
+        raise ValueError(
+            f"state_dict must be of a GCD, but a parameter group has no {', '.join(missing)}"
+        )
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else None
+    number = float(value) if isinstance(value, Real) else math.nan
+    return number.is_integer() and 0 <= number < 1 << 31
 
 
 def check_gradient(W: Tensor, G: Tensor, how: Options) -> None:
@@ -236,7 +269,9 @@ def _check_turns(group: dict[str, Any]) -> None:
     """Refuse a number of pairings that the other options do not support."""
     turns, name, adapt = group["turns"], group["pairing"], group["adapt"]
     if turns != "all" and (
-        isinstance(turns, bool) or not isinstance(turns, int) or not 1 <= turns <= MOST_TURNS
+        isinstance(turns, bool)
+        or not isinstance(turns, Integral)
+        or not 1 <= int(turns) <= MOST_TURNS
     ):
         raise ValueError(f"turns must be in 1..{MOST_TURNS} or 'all', but got turns={turns!r}")
     if turns != 1 and name not in ("greedy", "random"):

@@ -11,8 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from givens import kernels
+from givens.checks import check_integer
 from givens.kernels import GOLDEN, SHUFFLE_BITS, SHUFFLE_ROUNDS, WORD
-from givens.rotation import check_square
+from givens.rotation import check_floats, check_square
 
 Pairing = Literal["random", "greedy", "steepest", "overlapping-random", "overlapping-greedy"]
 # The names of the corresponding variants of GCD in the rest of the library.
@@ -35,7 +36,7 @@ def random_pairs(
     So all ranks draw the same pairing, and a resumed run continues unchanged. Up to n − 1 pairings
     that differ only in `turn` have no plane in common.
     """
-    _check_draw(n, seed)
+    n, seed = _check_draw(n, seed)
     return draw_pairs(n, seed, step, stream, turn)
 
 
@@ -79,7 +80,7 @@ def overlapping_random_pairs(
     n: int, seed: int = 0, *, step: int = 0, stream: int = 0
 ) -> Int[Tensor, "k 2"]:
     """⌊n/2⌋ different planes drawn uniformly, which may share axes (the paper's ablation)."""
-    _check_draw(n, seed)
+    n, seed = _check_draw(n, seed)
     planes = n * (n - 1) // 2
     drawn = _permute(torch.arange(n // 2, device="cpu"), planes, _key(seed, step, stream))
     return _plane(drawn)
@@ -309,17 +310,20 @@ def _weight(partner: Int[Tensor, " n"], weights: Tensor) -> Tensor:
 def _magnitudes(A: Tensor) -> Tensor:
     """|A| from what is above A's diagonal, checked."""
     check_square("A", A)
+    check_floats("A", A)
     if not A.isfinite().all():
         raise ValueError("A must be finite, but has NaN or infinite entries")
     upper = A.detach().triu(1).abs()
     return upper + upper.mT
 
 
-def _check_draw(n: int, seed: int) -> None:
+def _check_draw(n: int, seed: int) -> tuple[int, int]:
+    n, seed = check_integer("n", n), check_integer("seed", seed)
     if n < 1:
         raise ValueError(f"n must be at least 1, but got n={n}")
     if not 0 <= seed < 1 << 63:
         raise ValueError(f"seed must be in 0..2⁶³−1, but got seed={seed}")
+    return n, seed
 
 
 def _sort_pairs(pairs: Tensor) -> Tensor:

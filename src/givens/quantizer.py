@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from givens.checks import LONGEST, check_choice, check_lengths, check_table
+from givens.checks import LONGEST, check_choice, check_lengths, check_table, check_tensor
 from givens.kmeans import assign_lists, nearest
 from givens.rotation import check_orthogonal, determinant, full_precision
 from givens.storage import files
@@ -68,6 +68,7 @@ class Quantizer:
             metric: of the index and of the assignment to coarse centroids.
         """
         check_choice("metric", metric, get_args(Metric))
+        check_tensor("rotation", rotation)
         self.rotation = _part("rotation", rotation, 2, rotation.device)
         self.codebooks = _part("codebooks", codebooks, 3, rotation.device)
         self.coarse = None if coarse is None else _part("coarse", coarse, 2, rotation.device)
@@ -140,7 +141,7 @@ class Quantizer:
 
     def codewords_of(self, codes: Codes) -> Float[Tensor, "N n"]:
         """q(y), in the rotated space."""
-        self._check_codes(codes)
+        self.check_codes(codes)
         fine = codes.fine.to(self.codebooks.device, torch.int64)
         Y = self.codebooks[torch.arange(self.subspaces, device=fine.device), fine].flatten(1)
         if self.coarse is not None and codes.coarse is not None:
@@ -167,8 +168,10 @@ class Quantizer:
             raise ValueError("assign needs coarse centroids, but this quantizer has none")
         return assign_lists(Y, self.coarse, self.metric)
 
-    def to(self, device: torch.device | str) -> "Quantizer":
-        """A copy on another device."""
+    def to(self, device: torch.device | str | int) -> "Quantizer":
+        """A copy on another device; the parts stay in float32."""
+        if not isinstance(device, torch.device | str | int):
+            raise TypeError(f"device must be a device or its name, but got {device!r}")
         coarse = None if self.coarse is None else self.coarse.to(device)
         rotation, codebooks = self.rotation.to(device), self.codebooks.to(device)
         return Quantizer(rotation, codebooks, coarse, self.metric)
@@ -211,9 +214,13 @@ class Quantizer:
         with full_precision(x.device):
             return x @ self.rotation
 
-    def _check_codes(self, codes: Any) -> None:
+    def check_codes(self, codes: Any) -> None:
+        """Raise unless codes are this quantizer's."""
         if not isinstance(codes, Codes):
             raise TypeError(f"codes must be Codes, as encode gives, but got {type(codes).__name__}")
+        for name, part in (("codes", codes.fine), ("coarse codes", codes.coarse)):
+            if part is not None or name == "codes":
+                check_tensor(name, part)
         N, lists = len(codes.fine), 0 if self.coarse is None else len(self.coarse)
         if codes.fine.shape != (N, self.subspaces) or (codes.coarse is None) != (not lists):
             raise ValueError(
@@ -229,6 +236,8 @@ class Quantizer:
                 continue
             if part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
                 raise TypeError(f"{name} must be integers, but got {part.dtype}")
+            # torch has no minimum of the wider unsigned types.
+            part = part if part.dtype == torch.uint8 else part.to(torch.int64)
             if N and not 0 <= int(part.min()) <= int(part.max()) < count:
                 raise ValueError(
                     f"{name} must be in 0..{count - 1}, "
@@ -255,6 +264,7 @@ def load(path: str | Path) -> Quantizer:
 
 
 def _part(name: str, tensor: Tensor, ndim: int, device: torch.device) -> Tensor:
+    check_tensor(name, tensor)
     if tensor.ndim != ndim or not tensor.is_floating_point():
         shape = tuple(tensor.shape)
         raise ValueError(

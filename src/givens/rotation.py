@@ -13,9 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from givens import kernels
+from givens.checks import check_seed, check_tensor, check_whole
 from givens.kernels import GOLDEN, SPREAD, WORD
 
 ORTHOGONAL_TOLERANCE = 1e-4
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Limit of the principal angles of a turn by an exponential, in radians; products of the power
 # method; and a safety factor, since the power method approaches the norm from below.
 LONGEST, POWERS, CAUTION = 0.4, 8, 1.25
@@ -38,11 +40,11 @@ class Rotation(nn.Module):
     ) -> None:
         """Start at `matrix`, or at the identity."""
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"dim must be at least 1, but got dim={dim}")
+        dim = check_whole("dim", dim, 1)
         if matrix is None:
             weight = torch.eye(dim, device=device, dtype=dtype)
         else:
+            check_tensor("matrix", matrix)
             if matrix.shape != (dim, dim):
                 raise ValueError(
                     f"matrix must have shape ({dim}, {dim}), but got {tuple(matrix.shape)}"
@@ -86,6 +88,7 @@ def skew_gradient(
 ) -> Float[Tensor, "*batch n n"]:
     """A = GᵀR − RᵀG: A_ij is the derivative of L(R·R_ij(θ)) at θ = 0 (proposition 1)."""
     check_square("R", R)
+    check_tensor("G", G)
     if G.shape != R.shape or G.dtype != R.dtype or G.device != R.device:
         raise ValueError(f"G must be like R, {_kind(R)}, but got {_kind(G)}")
     P = G.mT @ R
@@ -103,6 +106,8 @@ def rotate_pairs_(
     pass over R is enough: O(mk). Planes that share an axis are turned one after another, in the
     order given. R may have any strides: `W.T` is a view.
     """
+    for name, part in (("R", R), ("pairs", pairs), ("theta", theta)):
+        check_tensor(name, part)
     shape = (*R.shape[:-2], pairs.shape[-2] if pairs.ndim > 1 else 0)
     if R.ndim < 2 or pairs.shape != (*shape, 2) or theta.shape != shape:
         raise ValueError(
@@ -113,6 +118,12 @@ def rotate_pairs_(
         raise ValueError(
             f"theta and pairs must go with R, {_kind(R)}, but got {_kind(theta)} and {_kind(pairs)}"
         )
+    if not R.is_floating_point() or pairs.dtype not in INTEGERS:
+        raise ValueError(
+            f"R must hold floats and pairs integers, but got {R.dtype} and {pairs.dtype}"
+        )
+    if not theta.isfinite().all():
+        raise ValueError("theta must be finite, but has NaN or infinite angles")
     if pairs.numel() == 0:
         return R
     n = R.shape[-1]
@@ -235,6 +246,7 @@ def project(R: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
     It is also the Procrustes solution: project(XᵀY) minimises ‖XQ − Y‖ over rotations Q.
     """
     check_square("R", R)
+    check_floats("R", R)
     if not R.isfinite().all():
         raise ValueError("R must be finite, but has NaN or infinite entries")
     return nearest(R.detach().double(), torch.ones((), device=R.device)).to(R.dtype)
@@ -256,6 +268,7 @@ def determinant(Q: Tensor) -> Tensor:
 
 def random_rotation(dim: int, seed: int = 0) -> Float[Tensor, "n n"]:
     """A rotation drawn uniformly from SO(n) (Haar measure)."""
+    dim, seed = check_whole("dim", dim, 1), check_seed(seed)
     generator = torch.Generator("cpu").manual_seed(seed)
     gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64, device="cpu")
     Q, triangle = torch.linalg.qr(gaussian)
@@ -266,8 +279,17 @@ def random_rotation(dim: int, seed: int = 0) -> Float[Tensor, "n n"]:
 
 def check_square(name: str, M: Tensor) -> None:
     """Raise unless M is a square matrix or a stack of them."""
+    check_tensor(name, M)
     if M.ndim < 2 or M.shape[-1] != M.shape[-2]:
         raise ValueError(f"{name} must be square, (n, n), but got shape {tuple(M.shape)}")
+
+
+def check_floats(name: str, M: Tensor) -> None:
+    """Raise unless M holds real floating-point numbers, and any at all."""
+    if not M.is_floating_point() or not M.numel():
+        raise ValueError(
+            f"{name} must hold floating-point numbers, but got {M.dtype} of shape {tuple(M.shape)}"
+        )
 
 
 def check_dtype(name: str, M: Tensor) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from givens.checks import check_lengths, check_table
+from givens.checks import check_choice, check_integer, check_lengths, check_table
 from givens.quantizer import Metric
 from givens.rotation import full_precision
 from givens.storage.given import as_vectors
@@ -52,10 +52,8 @@ def ground_truth(
         progress: called with the number of query-vector pairs that were compared since the last
             call.
     """
-    if metric not in get_args(Metric):
-        known = ", ".join(map(repr, get_args(Metric)))
-        raise ValueError(f"metric must be one of {known}, but got {metric!r}")
-    x, queries = _table("x", x), _table("queries", queries)
+    check_choice("metric", metric, get_args(Metric))
+    x, queries, k = _table("x", x), _table("queries", queries), check_integer("k", k)
     N, n = x.shape
     if queries.shape[1] != n:
         raise ValueError(
@@ -153,31 +151,43 @@ class Ranked(NamedTuple):
 
 
 def rerank(
-    candidates: npt.NDArray[np.int64],
+    candidates: npt.ArrayLike,
     x: Any,
-    queries: npt.NDArray[np.float32],
+    queries: Any,
     k: int = 10,
     metric: Metric = "l2",
     *,
-    ids: npt.NDArray[np.int64] | None = None,
+    ids: npt.ArrayLike | None = None,
 ) -> Ranked:
     """The k best of each query's candidates, by the original vectors.
 
     Args:
         candidates: ids that an index found (Q, at least k), −1 for none.
-        x: the vectors in the index (N, n): a tensor, an array or a file of them.
-        queries: (Q, n).
+        x: the vectors in the index (N, n), in any form that `ground_truth` takes.
+        queries: (Q, n), likewise.
         k: how many to keep.
         metric: "l2", "ip" or "cosine".
         ids: the vectors' ids in the index (N,); their positions unless given.
     """
-    if candidates.ndim != 2 or len(candidates) != len(queries) or k > candidates.shape[1]:
+    check_choice("metric", metric, get_args(Metric))
+    x, queries = _table("x", x), _table("queries", queries)
+    check_table("queries", queries, x.shape[1])
+    candidates = _ids("candidates", candidates, k)
+    if len(candidates) != len(queries):
         raise ValueError(
-            f"candidates must have shape ({len(queries)}, at least {k}), but got "
-            f"{tuple(candidates.shape)}"
+            f"candidates must have a row for each of the {len(queries)} queries, "
+            f"but have {len(candidates)}"
         )
+    near = as_float(queries[:])
+    check_lengths("queries", near, metric)
     rows = candidates
     if ids is not None:
+        ids = np.asarray(ids)
+        if ids.shape != (len(x),) or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"ids must be {len(x)} integers, one for each vector of x, "
+                f"but got {ids.dtype} of shape {ids.shape}"
+            )
         order = np.argsort(ids)
         at = np.searchsorted(ids, candidates, sorter=order).clip(0, len(ids) - 1)
         rows = np.where(ids[order[at]] == candidates, order[at], -1)
@@ -186,7 +196,7 @@ def rerank(
     # Read each vector once, however many queries have it as a candidate.
     unique, inverse = np.unique(rows.clip(0), return_inverse=True)
     table = as_float(x[torch.from_numpy(unique).to(x.device) if isinstance(x, Tensor) else unique])
-    near = torch.from_numpy(np.ascontiguousarray(queries, np.float32))
+    check_lengths("x", table, metric, rows=unique)
     if metric == "cosine":
         table, near = (torch.nn.functional.normalize(t) for t in (table, near))
     scores = torch.empty(rows.shape)
@@ -327,9 +337,13 @@ def _table(name: str, table: Any) -> Any:
 
 def _ids(name: str, table: Any, k: int) -> npt.NDArray[Any]:
     """Integers (Q, at least k)."""
+    k = check_integer("k", k)
     if isinstance(table, Tensor):
         table = table.detach().cpu().numpy()
-    table = np.asarray(table)
+    try:
+        table = np.asarray(table)
+    except ValueError as error:
+        raise ValueError(f"{name} must be ids of shape (Q, k), but its rows differ") from error
     if table.ndim != 2 or table.dtype.kind not in "iu" or len(table) == 0:
         raise ValueError(
             f"{name} must be ids of shape (Q, k), but got {table.dtype} of shape {table.shape}"

@@ -398,6 +398,20 @@ class IndexOptimizer(torch.optim.Optimizer):
         # The same group objects as the parts', so that a scheduler sets their rates.
         super().__init__(self._groups(), {})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of the optimizer needs."""
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "parts": self.parts}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the parts; others are refused, since no part would train them."""
+        if all(param_group is not group for group in self._groups()):
+            raise ValueError(
+                "IndexOptimizer takes its parameters from its loss, and no further group; "
+                "make them part of the model before, or give them an optimizer of their own"
+            )
+        super().add_param_group(param_group)
+
     def step(self, closure: Any = None) -> Any:
         """Take a step with each part."""
         loss = None

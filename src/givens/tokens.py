@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,16 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from givens.checks import check_finite
+from givens.checks import (
+    SEEDS,
+    check_choice,
+    check_integer,
+    check_lengths,
+    check_seed,
+    check_table,
+    check_tensor,
+    check_whole,
+)
 from givens.fixed.fit import SAMPLE, Method, Progress
 from givens.fixed.fit import fit as fit_quantizer
 from givens.fixed.sample import Sample
@@ -51,11 +60,13 @@ class Tokenizer:
         if not self.stages and self.tail is None:
             raise ValueError("a tokenizer needs stages or a tail, but got neither")
         for stage in self.stages:
-            if stage.ndim != 2 or stage.shape[1] != self.dim or not stage.isfinite().all():
+            check_tensor("stages", stage)
+            if stage.ndim != 2 or stage.shape[1] != self.dim or not len(stage):
                 raise ValueError(
-                    f"stages must be finite and of shape (L, {self.dim}), "
-                    f"but got {tuple(stage.shape)}"
+                    f"stages must be of shape (L, {self.dim}), but got {tuple(stage.shape)}"
                 )
+            if stage.dtype != torch.float32 or not stage.isfinite().all():
+                raise ValueError(f"stages must be finite and float32, but got {stage.dtype}")
 
     @property
     def dim(self) -> int:
@@ -87,6 +98,10 @@ class Tokenizer:
 
     def decode(self, tokens: Int64[Tensor, "N m"]) -> Float[Tensor, "N n"]:
         """The vectors that tokens decode to."""
+        check_tensor("tokens", tokens)
+        if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+            raise TypeError(f"tokens must be integers, but got {tokens.dtype}")
+        tokens = tokens.long()
         if tokens.ndim != 2 or tokens.shape[1] != len(self.sizes):
             raise ValueError(
                 f"tokens must have shape (N, {len(self.sizes)}), but got {tuple(tokens.shape)}"
@@ -137,11 +152,12 @@ class Tokenizer:
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
 
     def _slice(self, x: Any) -> Iterator[Tensor]:
-        if len(x.shape) != 2 or x.shape[1] != self.dim or not len(x):
-            raise ValueError(f"x must have shape (N, {self.dim}), but got {tuple(x.shape)}")
+        check_table("x", x, self.dim)
+        if not len(x):
+            raise ValueError("x must have at least one vector, but got 0")
         at = 0
         for part in chunks(x, BUFFER // max(self.dim, *self.sizes)):
-            check_finite("x", part, first=at)
+            check_lengths("x", part, "cosine" if self.normalise else "l2", first=at)
             yield torch.nn.functional.normalize(part) if self.normalise else part
             at += len(part)
 
@@ -187,8 +203,10 @@ def fit(
         sample: number of vectors to learn from, which are held in memory; 0 for all.
         callback: called after every pass over the tail.
     """
-    if metric not in ("l2", "cosine"):
-        raise ValueError(f"metric must be 'l2' or 'cosine', but got {metric!r}")
+    check_choice("metric", metric, get_args(Metric))
+    seed, sample = check_seed(seed), check_whole("sample", sample or 0, 0)
+    if isinstance(stages, str) or not isinstance(stages, Sequence):
+        raise TypeError(f"stages must be a sequence of sizes, but got {stages!r}")
     if subspaces == 0 and method is not None:
         raise ValueError(
             f"method must be left out with subspaces=0, but got {method!r}: residual stages turn "
@@ -197,17 +215,16 @@ def fit(
     if subspaces == 0 and not stages:
         raise ValueError("subspaces must be at least 1 where there are no stages, but got 0")
     x = as_vectors(x)
-    if len(x.shape) != 2:
-        raise ValueError(f"x must have shape (N, n), but got {tuple(x.shape)}")
+    check_table("x", x)
     data = Sample(x, torch.device("cpu")).draw(sample or len(x), seed)
     data.check(metric)
     if metric == "cosine":
         data = data.transform(normalise=True)
     left, centroids = data.x, []
     for at, size in enumerate(stages):
-        if not 1 <= size <= len(left):
+        if not 1 <= check_integer("stages", size) <= len(left):
             raise ValueError(f"stages must be in 1..{len(left)}, the vectors, but got {size}")
-        centroids.append(kmeans(left[:, None], size, seed=seed + at)[0])
+        centroids.append(kmeans(left[:, None], size, seed=(seed + at) % SEEDS)[0])
         left = left - centroids[-1][assign_lists(left, centroids[-1])]
     tail = None
     if subspaces:
@@ -232,11 +249,17 @@ class Ids:
                 f"names must be {self.tokens.shape[:1]}, one for each row of tokens, "
                 f"but got {self.names.shape}"
             )
+        if self.tokens.size and not 0 <= self.tokens.min() <= self.tokens.max() < 1 << 31:
+            raise ValueError(
+                f"tokens must be in 0..2³¹−1, but got {self.tokens.min()} to {self.tokens.max()}"
+            )
         if len(set(self.names.tolist())) != len(self.names):
             raise ValueError("names must differ, but some come more than once")
 
     def save(self, path: str | Path) -> None:
         """Write .parquet with the columns item and tokens, or .npy with the tokens alone."""
+        if Path(path).suffix not in (".npy", ".parquet"):
+            raise ValueError(f"{path} must end in .parquet or .npy")
         if Path(path).suffix == ".npy":
             with files.replacing(path) as temporary, temporary.open("wb") as file:
                 np.save(file, self.tokens.astype(np.int32))
@@ -259,15 +282,21 @@ class Ids:
         from givens.storage.vectors import read
 
         if path.suffix == ".npy":
-            tokens = np.asarray(read(path)[:], np.int64)
+            tokens = _read_integers(path, read(path))
             return cls(np.arange(len(tokens)), tokens)
-        tokens = np.asarray(read(f"{path}:tokens")[:], np.int64)
+        tokens = _read_integers(path, read(f"{path}:tokens"))
         import pyarrow.parquet as pq
 
         if "item" not in pq.read_schema(path).names:
             raise ValueError(f"{path} holds no IDs: it has no column 'item'")
         names = pq.read_table(path, columns=["item"]).column(0).to_pylist()
         return cls(np.array(names, object if names and isinstance(names[0], str) else None), tokens)
+
+
+def _read_integers(path: Path, table: Any) -> Integers:
+    if table.dtype.kind not in "iu":
+        raise ValueError(f"{path} holds no IDs: its tokens are {table.dtype}, not integers")
+    return np.asarray(table[:], np.int64)
 
 
 @dataclass(frozen=True)
@@ -311,6 +340,7 @@ def assign(
         further: whether to add the further token.
         previous: earlier IDs, by the same tokenizer.
     """
+    check_tensor("codes", codes)
     fresh = codes.numpy().astype(np.int64)
     N, m = fresh.shape
     ids = Ids(np.arange(N) if names is None else np.asarray(names), fresh)

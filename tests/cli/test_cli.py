@@ -446,7 +446,10 @@ def test_building_needs_the_index_and_a_constant(folder, monkeypatch):
             "--ids must be integers of shape (2000,), but got float32 of shape (2000, 16)",
         ),
         (["paper", "fig4", "-o", "pictures", "--device", "meta"], "--device must be cpu or cuda"),
-        (["paper", "fig4", "-o", "pictures", "--dims", "x"], "--dims must be numbers"),
+        (
+            ["paper", "fig4", "-o", "pictures", "--dims", "x"],
+            "--dims must be comma-separated numbers",
+        ),
         (
             ["evaluate", "good.faiss", "nan.npy", "--groundtruth", "nan_truth.npy"],
             "queries must be finite",

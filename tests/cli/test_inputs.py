@@ -1,6 +1,10 @@
 import io
+import json
+import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import faiss
 import numpy as np
@@ -105,3 +109,29 @@ def test_short_work_is_quiet(monkeypatch):
     with pytest.raises(ZeroDivisionError), out.progress("encoding") as bar:
         bar.start(1 // 0)
     assert stderr.getvalue() == ""
+
+
+def test_a_path_that_is_no_utf_8_is_recorded_as_it_is(words, tmp_path):
+    source, output = (os.fsdecode(name) for name in (b"\xfcx.npy", b"\xfcq.safetensors"))
+    Path("x.npy").rename(source)
+    command = ("fit", source, "-o", output, "--subspaces", "4", "--codewords", "16")
+    done = subprocess.run([sys.executable, "-m", "givens", *command], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"Written: \\udcfcq.safetensors" in done.stdout
+    assert json.loads(Path(f"{output}.json").read_text())["command"][1] == source
+
+
+def test_a_path_that_is_empty_or_begins_with_a_dash(words, tmp_path):
+    small = ("--subspaces", 4, "--codewords", 16)
+    told = invoke("fit", "x.npy", "-o", "-q.safetensors", *small)
+    assert "Next: givens build ./-q.safetensors" in told
+    done = main_in_process(("fit", "", "-o", "q.safetensors", *small))
+    assert done.error == "givens: the path of vectors must not be empty; the folder here is .\n"
+
+
+def test_vectors_to_rerank_by_must_be_finite(words, tmp_path):
+    invoke("fit", "x.npy", "-o", "q.safetensors", "--subspaces", 4, "--codewords", 16)
+    invoke("build", "q.safetensors", "x.npy", "-o", "index.faiss")
+    np.save("nan.npy", words * np.nan)
+    done = main_in_process(("search", "index.faiss", "x.npy", "--rerank", "nan.npy"))
+    assert "x must be finite, but row 0 has NaN or infinite values" in done.error

@@ -82,6 +82,17 @@ def test_a_quantizer_from_fit_gives_its_codes(folder):
         (("x.npy", "-o", "i.npy", "--previous", "x.npy"), "--previous needs the --quantizer"),
         (("x.npy", "-o", "i.npy", "--quantizer", "no"), "there is no quantizer no"),
         (
+            ("x.npy", "-o", "i.npy", "--quantizer", "a.safetensors", "--metric", "cosine"),
+            "--metric must be left out with --quantizer",
+        ),
+        (
+            ("x.npy", "-o", "i.npy", "--quantizer", "a.safetensors", "--seed", 0),
+            "--seed must be left out with --quantizer",
+        ),
+        (("x.npy", "-o", "i.npy", "--items", "x.npy"), "--items must be text in UTF-8, but x.npy"),
+        (("x.npy", "-o", "model.parquet"), "model.safetensors, which is a file of another program"),
+        (("x.npy", "-o", "q.npy"), "q.safetensors, which is a quantizer; choose another --output"),
+        (
             ("x.npy", "-o", "i.npy", "--quantizer", "b.safetensors", "--previous", "a.npy"),
             "a.npy.json names another one",
         ),
@@ -91,6 +102,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(folder, arguments, message):
     for name, seed in (("a", 0), ("b", 1)):
         small = ("--subspaces", 1, "--codewords", 4, "--seed", seed)
         invoke("tokens", "x.npy", "-o", f"{name}.npy", *small)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    invoke("fit", "x.npy", "-o", "q.safetensors", "--subspaces", 2, "--codewords", 8)
     before = sorted(os.listdir(folder))  # noqa: PTH208
     done = main_in_process(("tokens", *arguments))
     assert done.code == 1

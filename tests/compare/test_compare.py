@@ -269,7 +269,8 @@ def test_options_that_cannot_be():
         ({"methods": ("magic",)}, "methods must be among 'givens', 'pq'"),
         ({"bytes": ()}, "bytes must be positive"),
         ({"bytes": (0, 4)}, "bytes must be positive"),
-        ({"minutes": 0.0}, "minutes must be positive"),
+        ({"minutes": 0.0}, "minutes must be finite, above 0"),
+        ({"minutes": float("nan")}, "minutes must be finite, above 0"),
         ({"trained": 10}, "sample and trained must be at least 1,000"),
         ({"threads": 0}, "threads must be at least 1"),
     ]

@@ -93,10 +93,11 @@ def test_without_vectors_the_pivots_alone(tmp_path):
         (make(metric="ip"), data(), "'l2' or 'cosine', but got 'ip'"),
         (make(), data()[:, :5], r"shape \(N, 16\)"),
         (make(), data() / 0, "finite"),
+        (make(), data() + 0j, "real numbers, but got torch.complex64"),
     ],
 )
 def test_what_diskann_cannot_read_is_refused_and_leaves_nothing(tmp_path, q, x, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         to_diskann(q, x, tmp_path / "ann")
     assert not list(tmp_path.iterdir())
 

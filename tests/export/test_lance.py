@@ -81,7 +81,10 @@ def test_payload_ids_and_plain_lance(tmp_path, monkeypatch):
         (("pq",), {}, "needs coarse centroids"),
         (("ivfpq", "ip"), {}, "metric must be 'l2' or 'cosine' for Lance, but got 'ip'"),
         (("ivfpq",), {"payload": {"rotated": range(3000)}}, "must not have a column 'rotated'"),
+        (("ivfpq",), {"payload": {"query": range(3000)}}, "must not have a column 'query'"),
+        (("ivfpq",), {"payload": {"_distance": range(3000)}}, "must not have a column '_distance'"),
         (("ivfpq",), {"payload": {"title": ["a"]}}, "payload must have 3000 rows"),
+        (("ivfpq",), {"mode": "append"}, "mode must be one of 'create', 'overwrite', but got 'app"),
         (("ivfpq",), {"ids": [1, 1]}, "ids must be 3000 integers"),
     ],
 )
@@ -89,6 +92,25 @@ def test_what_cannot_be_written_is_refused(tmp_path, quantizer, arguments, messa
     with pytest.raises(ValueError, match=message):
         to_lance(make(*quantizer), data(), str(tmp_path / "items.lance"), **arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_any_form_of_vectors_queries_and_payload(tmp_path):
+    q, x, uri = make("ivfpq"), data(), tmp_path / "items.lance"
+    np.save(tmp_path / "x.npy", x)
+    frame = pytest.importorskip("pandas").DataFrame({"title": range(len(x))})
+    assert to_lance(q, f"{tmp_path}/x.npy", f"{uri}", payload=frame).count_rows() == len(x)
+    found = query(uri, q, x[:2].tolist(), k=3, columns=["title"])
+    assert found.equals(query(f"{uri}", q, x[:2], k=3, columns=["title"]))
+    with pytest.raises(ValueError, match="queries must have at least one vector"):
+        query(uri, q, x[:0])
+
+
+def test_a_bad_vector_is_named_in_one_line(tmp_path):
+    x = data()
+    x[2000] = torch.nan
+    with pytest.raises(ValueError, match="row 2000 has NaN") as caught:
+        to_lance(make("ivfpq"), x, str(tmp_path / "items.lance"))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_query_by_another_quantizer_is_refused(tmp_path):

@@ -106,6 +106,17 @@ def wrong(what):
     )
 
 
+def test_vectors_in_a_file_and_none_at_all(tmp_path):
+    q, x = make(5, "l2")
+    index = to_faiss(q, x, ids=NAMES)
+    np.save(tmp_path / "x.npy", x + 1)
+    changed = refresh(index, q, f"{tmp_path}/x.npy", ids=NAMES)
+    assert len(changed)
+    assert_same_answers(index, to_faiss(q, x + 1, ids=NAMES), torch.randn(20, n))
+    assert len(refresh(index, q, x[:0], ids=[])) == 0
+    assert to_faiss(q, x[:0], ids=[]).ntotal == 0
+
+
 @pytest.mark.parametrize("what", ["some", "unknown", "twice", "length", "NaN", "sizes", "metric"])
 def test_mistakes_are_refused_and_change_nothing(what):
     q, x, *arguments, message = wrong(what)

@@ -260,6 +260,8 @@ BAD = [
     (data(), {"steps": 0}, "steps must be at least 1"),
     (data(), {"rate": -1.0}, "rate must be finite, above 0, but got rate=-1.0"),
     (data(), {"rate": 1.0, "method": "opq"}, "rate goes with cayley, gcd and overlapping methods"),
+    (data(), {"steps": 4, "method": "opq"}, "steps goes with cayley, .* got steps=4 for method='o"),
+    (data(), {"steps": 4, "method": "pq"}, "steps goes with cayley, gcd and overlapping methods"),
 ]
 
 

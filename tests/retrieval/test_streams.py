@@ -488,6 +488,9 @@ def bad_folders(folder):
     bad("lines", item=["a\nb"] * 1500)
     bad("nameless", item=[""] * 1500)
     bad("mixed-up", user=np.arange(1500) % 60)
+    twice = pa.table([[1], [2], [2]], names=["user", "item", "item"])
+    (folder / "two-columns").mkdir()
+    pq.write_table(twice, folder / "two-columns" / "0.parquet")
     # Together in each file, but not in all.
     half = {what: values[:700] for what, values in table.items()}
     put(folder / "twice", {w: np.concatenate([v, v]) for w, v in half.items()}, [700], group=2000)
@@ -520,6 +523,7 @@ BAD = [
     ("inf-times", "row group 8 must have finite times, but row 23 has inf"),
     ("huge-items", "row group 0 must have users and items below 2⁶³, but has larger ones"),
     ("lines", "row group 0: a name must be in one line, but an item has one in several"),
+    ("two-columns", "0.parquet must have one column 'item', but has 2"),
     ("nameless", "row group 0: a name must not be empty, but that of an item is"),
     (
         "mixed-up",

@@ -1,5 +1,6 @@
 """The command line: one file for each subcommand."""
 
+import io
 import os
 import queue
 import signal
@@ -91,6 +92,9 @@ def main() -> None:
     The command runs in a thread of its own while this one waits, so that an interrupt is raised
     here, and not inside an import, a destructor or a callback, where Python would lose it.
     """
+    # A name that is no UTF-8 is shown with escapes.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     command = threading.Thread(target=_run, args=(outcome,), daemon=True)
     try:

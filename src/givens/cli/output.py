@@ -47,8 +47,11 @@ def _undone_by(call: Callable[[], object]) -> Iterator[None]:
 
 
 def quote_command(*words: object) -> str:
-    """A command to run next, quoted for a shell."""
-    return shlex.join(map(str, words))
+    """A command to run next, quoted for a shell; a path that begins with - is no option."""
+    given = (
+        f"./{word}" if isinstance(word, Path) and f"{word}"[:1] == "-" else word for word in words
+    )
+    return shlex.join(map(str, given))
 
 
 @contextmanager

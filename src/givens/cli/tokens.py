@@ -12,12 +12,15 @@ import typer
 
 from givens.cli import output as out
 from givens.fixed.fit import SAMPLE, Method
-from givens.storage import vectors
+from givens.storage import files, vectors
 
+# The options of learning a tokenizer.
+LEARNING = ("subspaces", "codewords", "stages", "method", "metric", "sample", "seed")
 SUFFIXES = (".parquet", ".npy")
 
 
 def tokens(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="VECTORS", help="The items' vectors.")],
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The IDs to write, .parquet or .npy.")
@@ -77,11 +80,15 @@ def tokens(
             f"--previous needs the --quantizer that made {previous}: by another one, the same "
             "tokens would mean other things"
         )
+    if quantizer is not None:
+        _check_left_out(context, LEARNING)
     x = vectors.read(source, "items")
     made = output.with_suffix(".safetensors")
     read = [path for path in (items, quantizer, previous) if path is not None]
     outputs = {"--output": output, "the quantizer": made if quantizer is None else None}
     out.check_outputs(outputs, [source, *read])
+    if quantizer is None:
+        _check_replaceable(made)
     names = _read_item_names(items, x)
     tokenizer: Tokenizer
     if quantizer is None:
@@ -200,13 +207,42 @@ def _read_item_names(path: Path | None, x: Any) -> Any:
     if path is None:
         own = vectors.names_of(x)
         return None if own is None else np.array(own, object)
-    names = path.read_text("utf-8").split("\n")
+    try:
+        names = path.read_text("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--items must be text in UTF-8, but {path} is not") from error
     names = names[:-1] if names[-1] == "" else names
     if len(names) != len(x):
         raise ValueError(
             f"--items must have {len(x):,} lines, one a vector, but has {len(names):,}"
         )
     return np.array(names, object)
+
+
+def _check_left_out(context: typer.Context, options: tuple[str, ...]) -> None:
+    """Check that nothing is asked of learning by a command that learns nothing."""
+    for name in options:
+        given = context.get_parameter_source(name)
+        if given is not None and given.name == "COMMANDLINE":
+            raise ValueError(
+                f"--{name} must be left out with --quantizer, which was learned with its own"
+            )
+
+
+def _check_replaceable(path: Path) -> None:
+    """Check that the tokenizer would not replace a file of another kind, such as a model."""
+    from givens.tokens import TOKENIZER
+
+    if path.exists():
+        try:
+            kind = files.read_header(path).kind
+        except ValueError:
+            kind = "file of another program"
+        if kind != TOKENIZER:
+            raise ValueError(
+                f"the tokenizer would be written to {path}, which is a {kind}; "
+                "choose another --output, or take that file away"
+            )
 
 
 def _check_maker(previous: Path, tokenizer: Any) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import givens
-from givens.checks import check_finite
+from givens.checks import check_finite, check_number
 from givens.compare.methods import (
     ID_BYTES,
     METHODS,
@@ -65,8 +65,8 @@ class Options:
                     raise ValueError(f"{name} must be among {told}, but got {one!r}")
         if not self.bytes or min(self.bytes) < 1:
             raise ValueError(f"bytes must be positive numbers, but got {self.bytes}")
-        if self.minutes is not None and self.minutes <= 0:
-            raise ValueError(f"minutes must be positive, but got {self.minutes}")
+        if self.minutes is not None:
+            check_number("minutes", self.minutes, 0, above=True)
         if min(self.sample, self.trained) < LEAST and self.sample:
             raise ValueError(
                 f"sample and trained must be at least {LEAST:,}, but got {self.sample:,} and "

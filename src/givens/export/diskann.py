@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from givens.checks import check_table
 from givens.export.source import FAR
 from givens.quantizer import BUFFER, Quantizer
 from givens.storage import files
@@ -57,10 +58,10 @@ def to_diskann(
             "q must be by 'l2' or 'cosine', but got 'ip': DiskANN makes inner products into "
             "distances by a coordinate more, which q has no codewords for"
         )
-    vectors = None if vectors is None else as_vectors(vectors, "vectors")
-    N = None if vectors is None else int(vectors.shape[0])
-    if vectors is not None and (len(vectors.shape) != 2 or vectors.shape[1] != q.dim):
-        raise ValueError(f"vectors must have shape (N, {q.dim}), but got {tuple(vectors.shape)}")
+    N = None
+    if vectors is not None:
+        check_table("vectors", vectors := as_vectors(vectors, "vectors"), q.dim)
+        N = int(vectors.shape[0])
     pivots, rotation, codes = paths(prefix)
     if N is not None:
         with files.replacing(codes) as temporary, temporary.open("wb") as file:

@@ -98,7 +98,11 @@ def to_faiss(
     if ids is not None and (q.coarse is None or refine):
         index = faiss.IndexIDMap2(index)
     if isinstance(vectors, Codes):
-        _add_given(index, q, vectors, ids)
+        if ids is not None or refine or kind not in (None, "pq", "ivfpq"):
+            raise ValueError(
+                "codes must go into an index of kind 'pq' or 'ivfpq', without ids or refine"
+            )
+        _add_given(index, q, vectors)
     elif vectors is not None:
         _add(
             index,
@@ -183,12 +187,10 @@ def _add_codes(index: Any, core: Any, q: Quantizer, source: Source) -> None:
     index.ntotal = core.ntotal
 
 
-def _add_given(index: Any, q: Quantizer, codes: Codes, ids: npt.ArrayLike | None) -> None:
+def _add_given(index: Any, q: Quantizer, codes: Codes) -> None:
     """Fill an index of kind "pq" or "ivfpq" with codes that are not to be found by encoding."""
     core = core_of(index)
-    if type(core) not in (faiss.IndexPQ, faiss.IndexIVFPQ) or ids is not None:
-        raise ValueError("codes must go into an index of kind 'pq' or 'ivfpq', without ids")
-    q.decode(Codes(codes.fine[:1], None if codes.coarse is None else codes.coarse[:1]))
+    q.check_codes(codes)
     packed = pack_codes(codes.fine, core.pq.nbits)
     if codes.coarse is not None:
         # The number of a list in as few bytes as hold it, the lowest first.

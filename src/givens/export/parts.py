@@ -70,6 +70,8 @@ def from_faiss(index: Any) -> Quantizer:
     together with the last coordinate of codebooks and centroids, which changes no code and no
     distance.
     """
+    if not isinstance(index, faiss.Index):
+        raise TypeError(f"index must be a Faiss index, but got {type(index).__name__}")
     if not index.is_trained:
         raise ValueError("index must be trained, but is not")
     A, normalised, core = _unwrap(index)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from givens.export.faiss import from_faiss, pack_codes, replace_parts
 from givens.export.parts import core_of
 from givens.quantizer import Codes, Quantizer
+from givens.storage.given import as_vectors
 
 Integers = npt.NDArray[np.int64]
 
@@ -47,7 +48,10 @@ def refresh(
     core = _check_core(index, q)
     held = _read_codes(index, core)
     old = from_faiss(index).fingerprint
+    vectors = as_vectors(vectors, "vectors")
     names = np.arange(len(vectors)) if ids is None else np.asarray(ids)
+    # An empty list has no integers.
+    names = names.astype(np.int64) if names.shape == (0,) else names
     rows = _rows(names, held.ids, len(vectors), whole=old != q.fingerprint)
     fresh = _pack(q.encode(vectors), held.ids[rows], core)
     before = held[rows]

@@ -64,6 +64,8 @@ def slice_rows(dim: int) -> int:
 def check_ids(ids: npt.ArrayLike, N: int) -> npt.NDArray[np.int64]:
     """Ids as Faiss takes them: N different integers, none negative."""
     names = np.asarray(ids)
+    # An empty list has no integers.
+    names = names.astype(np.int64) if names.shape == (0,) else names
     if names.shape != (N,) or names.dtype.kind not in "iu":
         raise ValueError(
             f"ids must be {N} integers, one for each vector, "

@@ -48,6 +48,7 @@ def recording(path: str | Path, record: Mapping[str, Any]) -> Iterator[Path]:
     record_path = files.record_path(path)
     with files.replacing(path) as temporary:
         yield temporary
+        # Read back from the page cache: cheaper than a Python callback for every write of Faiss.
         whole = {
             **record,
             "checksum": files.checksum(temporary),

@@ -393,10 +393,11 @@ def _check_choices(
     check_choice("metric", metric, get_args(Metric))
     if rate is not None:
         check_number("rate", rate, 0, above=True)
-        if method in ("pq", "opq"):
+    for name, value in (("rate", rate), ("steps", steps)):
+        if value is not None and method in ("pq", "opq"):
             raise ValueError(
-                "rate goes with cayley, gcd and overlapping methods, "
-                f"but got rate={rate} for method={method!r}"
+                f"{name} goes with cayley, gcd and overlapping methods, "
+                f"but got {name}={value} for method={method!r}"
             )
     for name, number in (("steps", steps), ("max_iter", max_iter)):
         if number is not None:

@@ -19,6 +19,7 @@ from givens.checks import (
     check_number,
     check_seed,
     check_sizes,
+    check_tensor,
     check_whole,
 )
 from givens.fixed.fit import Init, Method, fit
@@ -179,6 +180,8 @@ class IndexLayer(nn.Module):
         with full_precision(self.codebooks.device):
             W = torch.empty_like(self.rotation.matrix, memory_format=torch.contiguous_format)
         if q is not None:
+            if not isinstance(q, Quantizer):
+                raise TypeError(f"q must be a Quantizer, but got {type(q).__name__}")
             mine = (self.codebooks, self.coarse)
             wanted = [None if part is None else tuple(part.shape) for part in mine]
             given = [
@@ -342,6 +345,7 @@ class IndexLayer(nn.Module):
                 "use torch.autocast around the model instead"
             )
         n = D * w
+        check_tensor(name, x)
         if x.ndim != 2 or x.shape[1] != n or not x.is_floating_point():
             raise ValueError(
                 f"{name} must be a floating-point tensor of shape (m, {n}), "

@@ -197,6 +197,9 @@ class Source:
                     f"{file} has no column of the {what}s ({', '.join(names)}), "
                     f"but {', '.join(schema.names)}"
                 )
+        for name in columns.values():
+            if (count := schema.names.count(name)) > 1:
+                raise ValueError(f"{file} must have one column {name!r}, but has {count}")
         kinds = {
             what: _check_kind(file, what, schema.field(name).type) for what, name in columns.items()
         }

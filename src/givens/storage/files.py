@@ -230,8 +230,12 @@ def png(figure: Any) -> bytes:
 
 
 def json_bytes(content: Any) -> bytes:
-    """JSON for people and programs to read."""
-    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+    """JSON for people and programs to read.
+
+    What is no UTF-8 in the name of a file becomes an escape of JSON, which reads as it was.
+    """
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace")
 
 
 def check_writable(path: str | Path) -> None:

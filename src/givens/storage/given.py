@@ -109,7 +109,12 @@ def _from_frame(x: Any, name: str) -> Any:
     if hasattr(x, "columns"):
         columns = list(x.columns)
         if len(columns) > 1:
-            return x.to_numpy()
+            values = x.to_numpy()
+            if values.dtype == object and hasattr(x, "iloc"):
+                # Types of pandas that know nulls become numbers column by column.
+                parts = [x.iloc[:, at].to_numpy() for at in range(len(columns))]
+                values = np.column_stack(parts)
+            return values
         x = x[_only(columns, x, name)]
     if not hasattr(x, "to_list"):
         raise TypeError(f"{name} must be {TAKEN}, but got {type(x).__name__}")

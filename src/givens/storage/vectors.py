@@ -104,6 +104,8 @@ def join(paths: Sequence[str], part: str | None = None) -> Vectors:
 
 def list_files(path: str | Path) -> list[str]:
     """The files of vectors in a folder, sorted by name; a single file is a list of itself."""
+    if path == "":
+        raise ValueError("the path of vectors must not be empty; the folder here is .")
     if is_remote(path):
         from givens.storage import remote
 
