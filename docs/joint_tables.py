@@ -5,6 +5,11 @@ import statistics
 from cells import Row, Rows, grid, line, needed, percent, select, spread, table, unique
 from tables import LOGS, MISSING, select_start
 
+from givens.paper.rates import STILL
+from givens.retrieval.config import LABELS
+
+# The rates that all methods with a learned rotation share.
+SHARED = ("lr", "weight", "joint_lr")
 STEPS_SHOWN = (0, 100, 200, 300, 500, 1000, 1500)
 
 
@@ -53,6 +58,27 @@ def searched(rows: Rows) -> list[str]:
     return lines
 
 
+def by_angle(rows: Rows) -> list[str]:
+    """Distortion of the hidden seeds, by the angle of each method that learns R.
+
+    At the rates of the towers, and the weight, that were chosen for these methods.
+    """
+    chosen = needed([row["config"] for row in select(rows, method="gcd")], "gcd")[0]
+    same = [row for row in rows if all(row["config"][name] == chosen[name] for name in SHARED)]
+    angles = sorted({row["config"]["angle"] for row in same if row["method"] not in STILL})
+
+    def cell(method: str, angle: float | None) -> str:
+        if (method in STILL) != (angle is None):
+            return ""
+        mine = [row for row in select(same, method=method) if angle in (None, _angle(row))]
+        return f"{statistics.fmean(row['final_distortion'] for row in mine):.4f}" if mine else ""
+
+    names = [name for name in LABELS if name == "frozen" or name not in STILL]
+    names = [name for name in names if select(same, method=name)]
+    heads = ["no angle", *(f"{angle:g}" for angle in angles)]
+    return grid(names, LABELS, [None, *angles], heads, cell)
+
+
 def mlp(rows: Rows) -> list[str]:
     """Validation recall of towers with and without the user tower's MLP, by steps."""
     counts = sorted({row["steps"] for row in needed(rows, "mlp")})
@@ -67,6 +93,10 @@ def mlp(rows: Rows) -> list[str]:
 
 def _rates(row: Row) -> tuple[float, float]:
     return row["config"]["weight"], row["config"]["joint_lr"]
+
+
+def _angle(row: Row) -> float:
+    return float(row["config"]["angle"])
 
 
 def _3(value: float) -> str:
