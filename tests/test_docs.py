@@ -228,10 +228,9 @@ def test_the_numbers_of_the_readme_are_the_rows():
         ratios = sorted(f"{theirs / ours:.1f}" for theirs, ours in zip(*seconds, strict=True))
         cells.append(" to ".join(ratios) if ratios != ["1.0", "1.0"] else "1")
         assert table[label].replace(" %", "%") == f"{label} | {' | '.join(cells)} |"
-    rows = json.loads((ROOT / "results" / "joint-ml-1m.json").read_text())
-    common = [row for row in rows if row["bytes"] == 16 and row["config"]["start"] == "opq"]
-    for method, kind in (("gcd-greedy", "index"), ("post-hoc", "index"), ("post-hoc", "full")):
-        found = [row["results"][kind]["recall@100"] for row in common if row["method"] == method]
+    rows = json.loads((ROOT / "results" / "medium-joint-ml-1m.json").read_text())
+    for method, kind in (("gcd", "index"), ("post-hoc", "index"), ("post-hoc", "full")):
+        found = [row["results"][kind]["recall@100"] for row in rows if row["method"] == method]
         assert f"{100 * statistics.mean(found):.1f} %" in told
 
 
@@ -255,6 +254,12 @@ def test_the_verdicts_on_the_paper_are_those_of_the_rows():
     known = [
         float(text.replace(",", "")) for text in re.findall(r"\d[\d,]*\.?\d*", " ".join(lines))
     ]
+    # How far each method ends below the frozen rotation at its best angle.
+    least = [
+        min(map(float, re.findall(r"0\.\d+", line)))
+        for line in importlib.import_module("joint_tables").by_angle(rows("medium-rates-ml-1m"))[2:]
+    ]
+    known += [100 * (1 - distortion / least[0]) for distortion in least[1:]]
     page = (DOCS / "paper.md").read_text()
     table = page[page.index("| the paper says |") : page.index("Tests of significance")]
     wanted = [

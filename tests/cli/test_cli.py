@@ -741,7 +741,7 @@ def test_interrupted_it_says_how_to_go_on(folder, function, command):
     done = interrupted_in(folder, function, command, signal.SIGINT)
     assert done.returncode == 130
     assert done.stderr.startswith("givens: interrupted; ")
-    assert "with --resume to go on" in done.stderr
+    assert "with --resume to continue" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -315,7 +315,7 @@ def test_a_rank_that_dies_stops_all_and_more_go_on(tmp_path):
     assert "Signal 9 (SIGKILL)" in errors
     line = the_line(errors)
     assert line.startswith(("givens: a rank was lost (", "givens: interrupted; "))
-    assert "--resume to go on" in line
+    assert "--resume to continue" in line
     assert 60 <= files.read_header(folder / "checkpoint.safetensors").metadata["step"] < 240
     assert not (folder / "results.json").exists()
 
@@ -336,7 +336,7 @@ def test_ranks_that_are_stopped_say_so_once(tmp_path, how, world):
     os.killpg(process.pid, how)
     _, errors = process.communicate(timeout=240)
     assert the_line(errors).startswith("givens: interrupted; ")
-    assert "--resume to go on" in the_line(errors)
+    assert "--resume to continue" in the_line(errors)
 
 
 def test_ranks_start_again_by_themselves(tmp_path):

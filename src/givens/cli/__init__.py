@@ -110,7 +110,7 @@ def main() -> None:
         out.undo()
         again = "run the same command again"
         if RESUMED & {*sys.argv[1:2]}:
-            again += ", with --resume to go on from where its state was last saved"
+            again += ", with --resume to continue from where its state was last saved"
         line, code = f"interrupted; nothing is left half-written, {again}", 128 + error.args[0]
         _fail(line, code, LOST, leave=_exit_at_once if command.is_alive() else None)
     except OSError as error:
